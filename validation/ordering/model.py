@@ -1,7 +1,8 @@
 """The vocabulary of the memory-ordering audit: what is read from a binary, what is asked of it, and what a finding is made of.
 
-    load_binaries(path) -> Loaded(kernels, errors)
-    audit_kernel(kernel, roles, ptx, launch) -> AuditResult(findings, accesses, waits, notes)
+    binaries.load_binaries(path) -> Loaded(kernels, ptx, errors)
+    audit.audit_kernel(kernel, roles, ptx, launch) -> AuditResult(findings, accesses, waits, notes)
+    pool.audit_many(kernels, roles_of, launch_of, ...) -> the same over many files, with workers and a cache by cubin digest
 
 All types are frozen, picklable and hold plain values only, so that results can be cached by cubin digest and sent between workers.
 Program counters are byte offsets inside the kernel's code section (instruction index times 16). Lines are 1-based, 0 when unknown.
