@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from kimi_k3_decode.config import DraftConfig, ModelConfig
+from kimi_k3_decode.config import ModelConfig
+from kimi_k3_decode.draft_model import DraftWeights, draft_from_tensors, draft_shapes
 from kimi_k3_decode.mxfp4 import Mxfp4
 from kimi_k3_decode.weights import (
     DenseWeights,
-    DraftLayerWeights,
-    DraftWeights,
     KdaWeights,
     LayerWeights,
     MlaWeights,
@@ -62,7 +61,8 @@ def _kda(draw: _Draw, config: ModelConfig) -> KdaWeights:
     )
 
 
-def _mla(draw: _Draw, config: ModelConfig | DraftConfig, hidden: int, heads: int, *, gate: bool) -> MlaWeights:
+def _mla(draw: _Draw, config: ModelConfig) -> MlaWeights:
+    hidden, heads = config.hidden_size, config.mla_heads
     nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
     return MlaWeights(
         q_a_RD=draw.matrix(config.q_lora_rank, hidden),
@@ -71,7 +71,7 @@ def _mla(draw: _Draw, config: ModelConfig | DraftConfig, hidden: int, heads: int
         kv_a_YD=draw.matrix(config.kv_lora_rank + rope, hidden),
         kv_a_norm_L=draw.norm(config.kv_lora_rank),
         kv_b_ZL=draw.matrix(heads * (nope + value), config.kv_lora_rank),
-        g_proj_OD=draw.matrix(heads * value, hidden) if gate else None,
+        g_proj_OD=draw.matrix(heads * value, hidden),
         o_proj_DO=draw.matrix(hidden, heads * value),
     )
 
@@ -103,7 +103,7 @@ def _layer(draw: _Draw, config: ModelConfig, layer: int) -> LayerWeights:
     hidden = config.hidden_size
     attn: KdaWeights | MlaWeights
     mlp: DenseWeights | MoeWeights
-    attn = _kda(draw, config) if config.is_kda(layer) else _mla(draw, config, hidden, config.mla_heads, gate=True)
+    attn = _kda(draw, config) if config.is_kda(layer) else _mla(draw, config)
     mlp = _moe(draw, config) if config.is_moe(layer) else _dense(draw, hidden, config.dense_intermediate_size)
     return LayerWeights(
         input_norm=draw.norm(hidden),
@@ -117,25 +117,12 @@ def _layer(draw: _Draw, config: ModelConfig, layer: int) -> LayerWeights:
     )
 
 
-def _draft(draw: _Draw, config: ModelConfig, draft: DraftConfig) -> DraftWeights:
-    hidden = config.hidden_size
-    layers = tuple(
-        DraftLayerWeights(
-            input_norm=draw.norm(hidden),
-            post_norm=draw.norm(hidden),
-            attn=_mla(draw, draft, hidden, draft.n_heads, gate=False),
-            mlp=_dense(draw, hidden, draft.intermediate_size),
-        )
-        for _ in range(draft.n_layers)
-    )
-    return DraftWeights(
-        fc_DT=draw.matrix(hidden, len(draft.target_layer_ids) * hidden),
-        hidden_norm=draw.norm(hidden),
-        layers=layers,
-        norm=draw.norm(hidden),
-        markov_w1_VM=draw.matrix(config.vocab_size, draft.markov_rank),
-        markov_w2_VM=draw.matrix(config.vocab_size, draft.markov_rank),
-    )
+def _draft(draw: _Draw, config: ModelConfig) -> DraftWeights:
+    """Norms near one, matrices by fan-in, in the order of `draft_shapes`."""
+    tensors = {
+        name: draw.norm(shape[0]) if len(shape) == 1 else draw.matrix(shape[0], shape[1]) for name, shape in draft_shapes(config).items()
+    }
+    return draft_from_tensors(tensors, config)
 
 
 def draw_weights(config: ModelConfig, seed: int) -> ModelWeights:
@@ -149,5 +136,5 @@ def draw_weights(config: ModelConfig, seed: int) -> ModelWeights:
         out_res_proj=draw.matrix(1, config.hidden_size)[0],
         norm=draw.norm(config.hidden_size),
         lm_head_VD=draw.matrix(config.vocab_size, config.hidden_size),
-        draft=None if config.draft is None else _draft(draw, config, config.draft),
+        draft=None if config.draft is None else _draft(draw, config),
     )

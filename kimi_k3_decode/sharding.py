@@ -20,9 +20,11 @@ from kimi_k3_decode.weights import ModelWeights
 SPLIT_ROWS = frozenset((
     "embed_VD", "lm_head_VD", "q_proj_CD", "k_proj_CD", "v_proj_CD", "g_proj_CD", "b_proj_HD", "f_b_CK", "q_conv_CW", "k_conv_CW",
     "v_conv_CW", "A_log_H", "dt_bias_C", "q_b_XR", "kv_b_ZL", "g_proj_OD", "gate_FD", "up_FD", "router_ED", "latent_down_LD",
-    "w1", "w3", "markov_w2_VM",
+    "w1", "w3",
+    # of the drafter
+    "q_b", "kv_b", "gate", "up", "markov_out",
 ))
-SPLIT_COLUMNS = frozenset(("o_proj_DC", "o_proj_DO", "down_DF", "w2"))
+SPLIT_COLUMNS = frozenset(("o_proj_DC", "o_proj_DO", "down_DF", "w2", "o", "down"))
 # fmt: on
 
 

@@ -1,4 +1,5 @@
 """Model weights as checked, immutable dataclasses: random, sharded, digested. Reading and writing folders is in `checkpoint.py`.
+The drafter's own classes are in `draft_model.py`.
 
 Axis letters of the fields: V vocabulary, D hidden, C = heads x 128 KDA channels, H KDA heads, K KDA head dim, W conv taps,
 R q_lora rank, L latent (kv_lora in MLA, MoE latent in the MoE), X = heads x (nope + pe), Y = kv_lora + pe, Z = heads x (nope + v),
@@ -16,7 +17,10 @@ from typing import Any
 import torch
 
 from kimi_k3_decode.config import ModelConfig
+from kimi_k3_decode.draft_model import DraftLayerWeights, DraftWeights
 from kimi_k3_decode.mxfp4 import Mxfp4
+
+__all__ = ["DraftLayerWeights", "DraftWeights"]  # re-exported beside the target's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +47,7 @@ class KdaWeights:
 class MlaWeights:
     """One MLA sublayer, BF16. Rows of `q_b_XR` are per head [nope | pe], of `kv_a_YD` [latent | pe], of `kv_b_ZL` per head [k_nope | v].
 
-    `g_proj_OD` is the output gate; None in the drafter, which has none.
+    `g_proj_OD` is the output gate.
     """
 
     q_a_RD: torch.Tensor
@@ -52,13 +56,13 @@ class MlaWeights:
     kv_a_YD: torch.Tensor
     kv_a_norm_L: torch.Tensor  # over the latent only; the pe channels stay un-normed
     kv_b_ZL: torch.Tensor
-    g_proj_OD: torch.Tensor | None
+    g_proj_OD: torch.Tensor
     o_proj_DO: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseWeights:
-    """A SiTU MLP, BF16: `down(SiTU(gate x, up x))`. Used by layer 0, by the shared experts and by the drafter."""
+    """A SiTU MLP, BF16: `down(SiTU(gate x, up x))`. Used by layer 0 and by the shared experts."""
 
     gate_FD: torch.Tensor
     up_FD: torch.Tensor
@@ -92,32 +96,6 @@ class LayerWeights:
     mlp_res_proj: torch.Tensor
     attn: KdaWeights | MlaWeights
     mlp: DenseWeights | MoeWeights
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftLayerWeights:
-    """One drafter layer: pre-norm MLA (rotated, no output gate) and pre-norm dense SiTU MLP on a plain residual."""
-
-    input_norm: torch.Tensor
-    post_norm: torch.Tensor
-    attn: MlaWeights
-    mlp: DenseWeights
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftWeights:
-    """The DSpark drafter, BF16. Embedding and LM head are the target's.
-
-    `fc_DT` [D, taps x D] projects the taps, concatenated in `target_layer_ids` order, to hidden; `hidden_norm` [D] follows it.
-    Markov head: logits(t) += `markov_w2_VM` @ `markov_w1_VM[token t-1]`.
-    """
-
-    fc_DT: torch.Tensor
-    hidden_norm: torch.Tensor
-    layers: tuple[DraftLayerWeights, ...]
-    norm: torch.Tensor
-    markov_w1_VM: torch.Tensor
-    markov_w2_VM: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
