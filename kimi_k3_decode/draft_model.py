@@ -229,7 +229,7 @@ def draft_hidden(
     context_LBTC: torch.Tensor,
     mask_BRS: torch.Tensor,
 ) -> torch.Tensor:
-    """The drafter's layers over any set of rows -> normed hidden [B, R, D]. Training lays the rows of many anchors side by side, masked apart."""
+    """The drafter's layers over any set of rows -> normed hidden [B, R, D]. Training lays the rows of many anchors side by side."""
     x = x_BRD
     for layer, context_BTC in zip(weights.layers, context_LBTC, strict=True):
         normed = _rms_norm(x, layer.input_norm, config.rms_norm_eps)
