@@ -1,0 +1,80 @@
+"""What a user can set, from `validate.toml` and the command line; unknown keys are errors, and the resolved form is stored in the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from validation.core import jsonio, registry
+from validation.core.types import HarnessError
+
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One resolved configuration. Paths are text, relative to the project root or absolute."""
+
+    profile: str = "embedded"
+    candidate: str = "specialized"  # specialized | stock | a mutant's id | module:factory
+    lanes: tuple[str, ...] = registry.DEFAULT_LANES
+    checkpoint: str = "kimi_k3_decode/checkpoints/nano"
+    seed: int = 0
+    jobs: int = 2  # lanes measured at the same time
+    memory_gib: float = 6.0  # shared by the workers
+    case_time_limit_s: float = 300.0
+    runs_dir: str = "reports/runs"
+    policy: str = "rfc/policy.toml"
+    claims: str = "validation.claims:CLAIMS"
+    lane_modules: Mapping[str, str] = field(default_factory=dict)  # replaces or adds lanes by dotted name
+
+    def path(self, text: str) -> Path:
+        """Resolve a path setting."""
+        path = Path(text)
+        return path if path.is_absolute() else PROJECT_ROOT / path
+
+    def module_of(self, lane: str) -> str:
+        """The dotted name of a lane's module. Raises HarnessError for a lane nobody defined."""
+        modules = {**registry.LANE_MODULES, **self.lane_modules}
+        if lane not in modules:
+            raise HarnessError(f"lanes: got {lane!r}, needs some of {sorted(modules)}")
+        return modules[lane]
+
+    def unsupported(self) -> tuple[str, ...]:
+        """Every reason these settings cannot be run; empty when they can."""
+        known = {**registry.LANE_MODULES, **self.lane_modules}
+        reasons = []
+        if self.profile not in registry.PROFILES:
+            reasons.append(f"profile: got {self.profile!r}, needs one of {list(registry.PROFILES)}")
+        unknown = [lane for lane in self.lanes if lane not in known]
+        if unknown or not self.lanes or len(set(self.lanes)) != len(self.lanes):
+            reasons.append(f"lanes: got {list(self.lanes)}, needs some of {sorted(known)}, each once")
+        for name, least in (("jobs", 1), ("memory_gib", 0.5), ("case_time_limit_s", 1)):
+            if not getattr(self, name) >= least:
+                reasons.append(f"{name}: got {getattr(self, name)}, needs at least {least}")
+        return tuple(reasons)
+
+
+def load_settings(path: Path | None, overrides: Mapping[str, Any]) -> Settings:
+    """Read a TOML file (none: the defaults), apply overrides that are not None. Raises HarnessError with every reason."""
+    table: dict[str, Any] = {}
+    if path is not None:
+        try:
+            table = tomllib.loads(path.read_text())
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise HarnessError(f"settings: got {error}, needs a readable TOML file at {path}") from error
+    known = {f.name for f in dataclasses.fields(Settings)}
+    unknown = sorted(set(table) - known)
+    if unknown:
+        raise HarnessError(f"settings: got the unknown keys {unknown} in {path}, needs some of {sorted(known)}")
+    table |= {key: value for key, value in overrides.items() if value is not None}
+    settings = jsonio.decode(Settings, jsonio.plain(table), "settings")
+    reasons = settings.unsupported()
+    if reasons:
+        raise HarnessError("settings: " + "; ".join(reasons))
+    return settings
