@@ -7,8 +7,9 @@ from kimi_k3_decode.ops.contract import Access, Axis, MailboxRule, Operand, Role
 
 BF16, FP32, INT32, UINT8 = "bfloat16", "float32", "int32", "uint8"
 
-# Negative zero: every publisher adds +0.0, so data never carries this pattern, and it survives BF16 as well as FP32.
-SENTINEL = "-0.0"
+# The 32-bit word that means "not written yet": a NaN payload. Publishers turn every NaN into the canonical one (all mantissa bits set), so
+# data never carries it, neither as one FP32 nor as a pair of BF16.
+SENTINEL_WORD = 0x7FA55A5A
 MXFP4_CODES_PER_BYTE = 2
 
 MEANINGS = {
@@ -84,7 +85,7 @@ def publishes(name: str, dtype: str, *, writer: str, reader: str, layout: str, *
 
 
 def consumes(name: str, dtype: str, *, writer: str, reader: str, layout: str, **sizes: int | None) -> Operand:
-    """The consumer's side: polled until no element is the sentinel, then re-armed by this launch after the last read."""
+    """The consumer's side: polled until no word is the sentinel; this launch re-arms the other parity, read one message ago."""
     return _mailbox(name, dtype, Access.READ_WRITE, writer, reader, layout, sizes)
 
 

@@ -8,9 +8,9 @@ from kimi_k3_decode.ops.operands import BF16, FP32, INT32, consumes, output, tab
 
 
 def contract(shard: Shard, *, rows: int, forced: bool = False) -> Contract:
-    """Every rank routes all rows. Outputs per row, in falling order of biased score: expert ids and BF16 weights (scaling included).
+    """Every rank routes all rows. Outputs per row, in falling order of biased score: ids and BF16 weights (scaling included).
 
-    Lists: pairs_N holds pair numbers t * top_k + z grouped by expert, rows rising inside a group; group e is offsets_E[e]..offsets_E[e + 1].
+    Lists: pairs_N holds pair numbers t * top_k + z grouped by expert, rows rising; group e is offsets_E[e]..offsets_E[e + 1].
     Rows >= live_rows_N[0] are padding: ids -1, weights 0, in no list. forced: ids come from a table; weights still from the scores.
     """
     c, top_k = shard.config, shard.config.n_experts_per_token

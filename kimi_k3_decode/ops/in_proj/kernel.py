@@ -1,0 +1,49 @@
+"""in_proj: proj[T, P] = x[T, D] weight[P, D]^T, BF16 in and out, FP32 sums.
+
+Grid: whole clusters of `splits` blocks over 16-row tiles of the weight (device/skinny.py).
+Before the wait: the ring of weights is filled. After: x is staged, products run. One output rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from kimi_k3_decode.device import memory as mem
+from kimi_k3_decode.device.skinny import Skinny, Tiling
+
+
+class InProj:
+    """Fixed: the tiling and P, the weight's rows."""
+
+    def __init__(self, tiling: Tiling, weight_rows: int) -> None:
+        self.core = Skinny(tiling)
+        self.weight_rows = weight_rows
+        self.n_tiles = -(-weight_rows // (tiling.tile_m * tiling.m_tiles))
+
+    @cute.jit
+    def __call__(self, x_TD: cute.Pointer, weight_PD: cute.Pointer, proj_TP: cute.Pointer, rows: Int32, blocks: Int32, stream: Any):
+        t = self.core.t
+        self.kernel(x_TD, weight_PD, proj_TP, rows).launch(
+            grid=[blocks, 1, 1], block=[t.threads, 1, 1], cluster=[t.splits, 1, 1], stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, x_TD: cute.Pointer, weight_PD: cute.Pointer, proj_TP: cute.Pointer, rows: Int32):
+        x = mem.Global("x_TD", x_TD, "input")
+        weight = mem.Global("weight_PD", weight_PD, "weight")
+        proj = mem.Global("proj_TP", proj_TP, "output")
+        t, width = self.core.t, self.weight_rows
+
+        def source(tile, m):
+            return weight, (tile * t.m_tiles + m) * t.tile_m, Int32(width - 1)
+
+        def finish(tile, row, token, values):
+            for m, value in enumerate(values):
+                column = (tile * t.m_tiles + m) * t.tile_m + row
+                if column < width:
+                    mem.store_bf16(proj, token * width + column, value)
+
+        self.core.run(x, rows, self.n_tiles, source, finish, None)
