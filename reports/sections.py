@@ -1,0 +1,82 @@
+"""The tables and figures of one lane, built from the details of its records.
+
+Every lane may put `details["tables"] = [{"title", "columns", "rows", "note"?}]` in a record; they are shown as they are with the record's
+id. Lanes with figures have a module of their own, found in `BUILDERS`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from reports.view import Lane, format_value
+from validation.core.types import Evidence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One picture, as SVG text and as PNG bytes; `caption` says what it shows and which records it was drawn from."""
+
+    name: str
+    title: str
+    caption: str
+    svg: str
+    png: bytes
+
+    @property
+    def svg_inline(self) -> str:
+        """The SVG element alone, with ids made unique so that several figures can share one page."""
+        text = self.svg[self.svg.index("<svg") :]
+        text = re.sub(r'\bid="', f'id="{self.name}-', text)
+        text = re.sub(r"url\(#", f"url(#{self.name}-", text)
+        return re.sub(r'(xlink:href|href)="#', rf'\1="#{self.name}-', text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    tables: tuple[Table, ...] = field(default_factory=tuple)
+    figures: tuple[Figure, ...] = field(default_factory=tuple)
+
+
+def text_of(item: Any) -> str:
+    """A cell: numbers shortened, the rest as text."""
+    if isinstance(item, bool) or item is None:
+        return {True: "yes", False: "no", None: "–"}[item]
+    return format_value(float(item)) if isinstance(item, int | float) else str(item)
+
+
+def declared_tables(record: Evidence) -> list[Table]:
+    """The tables a record declares; a malformed one is shown as such instead of being dropped."""
+    declared = record.details.get("tables", ())
+    made = []
+    for table in declared if isinstance(declared, Sequence) and not isinstance(declared, str) else ():
+        try:
+            columns = tuple(str(c) for c in table["columns"])
+            rows = tuple(tuple(text_of(item) for item in row) for row in table["rows"])
+            if any(len(row) != len(columns) for row in rows):
+                raise ValueError("rows and columns differ in length")
+            note = f"{table.get('note', '')} Evidence {record.id}, {record.case.id}.".strip()
+            made.append(Table(title=str(table["title"]), columns=columns, rows=rows, note=note))
+        except (KeyError, TypeError, ValueError) as error:
+            made.append(Table(title=f"Malformed table of {record.check}", columns=("problem", "evidence"), rows=((str(error), record.id),)))
+    return made
+
+
+Builder = Callable[[Lane], Section]
+BUILDERS: Mapping[str, Builder] = {}
+
+
+def section_of(lane: Lane) -> Section:
+    declared = tuple(table for record in lane.records for table in declared_tables(record))
+    built = BUILDERS[lane.name](lane) if lane.name in BUILDERS else Section()
+    return Section(tables=built.tables + declared, figures=built.figures)
