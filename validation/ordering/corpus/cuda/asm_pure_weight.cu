@@ -1,0 +1,16 @@
+// Near miss: pure asm, and it reads a weight.
+#include <cuda_runtime.h>
+static __device__ __forceinline__ float fetch(const float* p) {
+  float v;
+  asm("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  return v;
+}
+extern "C" __global__ void __launch_bounds__(128) asm_pure_weight(const float* x, const float* w, float* y, int* flag, int n) {
+  int i = blockIdx.x * 128 + threadIdx.x;
+  float sum = 0.f;
+  for (int j = 0; j < n; ++j) {
+    cudaGridDependencySynchronize();
+    sum += fetch(w + i) * x[i + j];
+  }
+  y[i] = sum;
+}

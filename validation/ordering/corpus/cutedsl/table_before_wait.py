@@ -1,0 +1,18 @@
+"""Slots are read before the wait to compute the address of the state."""
+
+from prelude import Int32, cute
+
+
+@cute.kernel
+def table_before_wait(x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, flag: cute.Tensor, n: Int32):
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    i = block * 128 + thread
+    slot = flag[block]
+    cute.arch.griddepcontrol_wait()
+    y[i] = x[slot * 128 + thread]
+
+
+@cute.jit
+def launch(x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, flag: cute.Tensor, n: Int32):
+    table_before_wait(x, w, y, flag, n).launch(grid=[8, 1, 1], block=[128, 1, 1], use_pdl=True)
