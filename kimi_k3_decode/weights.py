@@ -17,10 +17,8 @@ from typing import Any
 import torch
 
 from kimi_k3_decode.config import ModelConfig
-from kimi_k3_decode.draft_model import DraftLayerWeights, DraftWeights
+from kimi_k3_decode.draft_model import DraftWeights
 from kimi_k3_decode.mxfp4 import Mxfp4
-
-__all__ = ["DraftLayerWeights", "DraftWeights"]  # re-exported beside the target's
 
 
 @dataclass(frozen=True, kw_only=True)
