@@ -1,0 +1,87 @@
+"""Reads what `vllm bench serve --save-result` and `vllm bench latency --output-json` write, strictly: a missing field is an error."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from validation.core.types import HarnessError
+
+SERVE_REQUIRED = (
+    "completed",
+    "duration",
+    "output_throughput",
+    "total_token_throughput",
+    "median_tpot_ms",
+    "median_ttft_ms",
+    "median_itl_ms",
+)
+MAX_BYTES = 256 * 1024**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeResult:
+    """Rates in tokens per second, times in milliseconds. `acceptance_length` is None without speculation."""
+
+    completed: int
+    duration_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    median_tpot_ms: float
+    median_ttft_ms: float
+    median_itl_ms: float
+    p99_tpot_ms: float | None
+    acceptance_length: float | None
+    per_position_acceptance: tuple[float, ...]
+    raw: dict[str, Any]
+
+
+def _number(table: dict[str, Any], key: str, problems: list[str], *, required: bool = True) -> float | None:
+    value = table.get(key)
+    if value is None and not required:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        problems.append(f"{key}: got {value!r}, needs a finite number")
+        return None
+    return float(value)
+
+
+def read_serve(path: Path) -> ServeResult:
+    """Raises HarnessError naming every missing or malformed field, or the file when it is no JSON object."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise HarnessError(f"bench JSON {path}: got {path.stat().st_size} bytes, needs at most {MAX_BYTES}; save without details")
+        table = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise HarnessError(f"bench JSON {path}: got {error}, needs the file `vllm bench serve --save-result` writes") from None
+    if not isinstance(table, dict):
+        raise HarnessError(f"bench JSON {path}: got a {type(table).__name__}, needs one JSON object")
+    problems: list[str] = []
+    values = {key: _number(table, key, problems) for key in SERVE_REQUIRED}
+    p99 = _number(table, "p99_tpot_ms", problems, required=False)
+    acceptance = _number(table, "spec_decode_acceptance_length", problems, required=False)
+    positions = table.get("spec_decode_per_position_acceptance_rates") or []
+    if not isinstance(positions, list) or not all(isinstance(p, int | float) and 0 <= p <= 1 for p in positions):
+        problems.append(f"spec_decode_per_position_acceptance_rates: got {positions!r}, needs shares between 0 and 1")
+        positions = []
+    if values.get("completed") == 0:
+        problems.append("completed: got 0, needs at least one finished request")
+    if problems:
+        raise HarnessError(f"bench JSON {path}: {len(problems)} problem(s): " + "; ".join(problems))
+    number = {key: float(value) for key, value in values.items() if value is not None}
+    return ServeResult(
+        completed=int(number["completed"]),
+        duration_s=number["duration"],
+        output_tokens_per_s=number["output_throughput"],
+        total_tokens_per_s=number["total_token_throughput"],
+        median_tpot_ms=number["median_tpot_ms"],
+        median_ttft_ms=number["median_ttft_ms"],
+        median_itl_ms=number["median_itl_ms"],
+        p99_tpot_ms=p99,
+        acceptance_length=acceptance,
+        per_position_acceptance=tuple(float(p) for p in positions),
+        raw=table,
+    )
