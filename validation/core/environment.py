@@ -97,7 +97,7 @@ def versions() -> dict[str, str]:
 
 
 def identity_digest(run: Run) -> str:
-    """What two runs must share for one to continue the other: code, configuration, machine, versions. Time, argv and clocks do not count."""
+    """What two runs must share for one to continue the other: code, configuration, machine, versions; not time, argv or clocks."""
     machine = {**run.hardware, "gpus": [_without_current_clock(gpu) for gpu in run.hardware.get("gpus", [])]}
     parts = [run.schema, run.commit, run.dirty, run.profile, run.config, machine, run.versions]
     return sha256_hex(jsonio.dumps(parts, sort_keys=True).encode())[:IDENTITY_DIGITS]

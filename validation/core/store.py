@@ -272,12 +272,6 @@ def _is_sealed(path: Path) -> bool:
     return path.as_posix() in (RUN_FILE, PLAN_FILE, EVIDENCE_FILE) or path.parts[0] == ARTIFACTS_FOLDER
 
 
-def unfinished_run(runs_dir: Path, identity_digest: str) -> Path | None:
-    """The newest run folder of this identity that has no manifest, if any."""
-    candidates = sorted(runs_dir.glob(f"R-*-{identity_digest}")) if runs_dir.is_dir() else []
-    return next((c for c in reversed(candidates) if (c / RUN_FILE).exists() and not (c / MANIFEST_FILE).exists()), None)
-
-
 def find_record(roots: Iterable[Path], identity: str) -> tuple[Path, Evidence]:
     """Look an evidence id up in all run folders below `roots`. Raises HarnessError when it is nowhere or in two runs."""
     needle = b'{"id":"' + identity.encode() + b'"'

@@ -1,0 +1,125 @@
+"""The sentences of the RFC that this suite carries, each with the checks behind it and what would prove it where a profile cannot.
+
+`required_in` names the profiles in which missing evidence is exit code 2. A claim outside its profile's reach is listed as not proven and
+changes no exit code. Check names may be patterns: `numerics.op.*` means every check whose id starts so, and at least one.
+"""
+
+from __future__ import annotations
+
+from validation.core.types import Claim
+
+ALL = ("embedded", "gpu", "serving")
+GPU = ("gpu", "serving")
+
+CLAIMS: tuple[Claim, ...] = (
+    # ---- scope ----
+    Claim(
+        id="C-SCOPE-1",
+        sentence="The fast path is opt-in and isolated: outside its folders only allowed hook lines change; the default path stays as it is.",
+        lane="scope",
+        checks=("scope.isolation", "scope.opt_in"),
+        required_in=ALL,
+        proven_by="fasttrack scope --repo DIR --base REV on the change itself",
+    ),
+    Claim(
+        id="C-SCOPE-2",
+        sentence="Unsupported settings are refused at once with all reasons, on every rank alike; beyond the row bound steps run stock.",
+        lane="scope",
+        checks=("scope.refusals", "scope.fallback", "scope.ranks"),
+        required_in=ALL,
+        proven_by="fasttrack run --lanes scope",
+    ),
+    # ---- ordering ----
+    Claim(
+        id="C-ORD-1",
+        sentence="No load of data written during the step can move ahead of the wait that orders it, in the shipped binaries.",
+        lane="ordering",
+        checks=("ordering.*",),
+        required_in=ALL,
+        proven_by="make audit",
+    ),
+    # ---- numerics ----
+    Claim(
+        id="C-NUM-1",
+        sentence="Each sublayer's error against an FP64 oracle is at most 1.5 times the stock path's own, on the same inputs.",
+        lane="numerics",
+        checks=("numerics.sublayer",),
+        required_in=ALL,
+        proven_by="make numerics",
+    ),
+    Claim(
+        id="C-NUM-2",
+        sentence="End to end, with routing forced and free, the error against the oracle is at most 1.5 times the stock path's own.",
+        lane="numerics",
+        checks=("numerics.end_to_end",),
+        required_in=ALL,
+        proven_by="make numerics",
+    ),
+    Claim(
+        id="C-NUM-3",
+        sentence="Per token, up to 32 k tokens of real prefill, the path is as close to the oracle as stock is, with no drift over position.",
+        lane="numerics",
+        checks=("numerics.long_context", "numerics.long_context_overall"),
+        required_in=ALL,
+        proven_by="make numerics",
+    ),
+    Claim(
+        id="C-NUM-4",
+        sentence="The same holds at page, power-of-two and maximum positions up to 1,048,575.",
+        lane="numerics",
+        checks=("numerics.far_context",),
+        required_in=ALL,
+        proven_by="make numerics",
+    ),
+    # ---- schedule ----
+    Claim(
+        id="C-SCHED-1",
+        sentence="A step reads only what it or a step before wrote: poison, delays, skewed ranks and replays change no bit.",
+        lane="schedule",
+        checks=("schedule.*",),
+        required_in=ALL,
+        proven_by="fasttrack run --lanes schedule; on kernels: --profile gpu",
+    ),
+    # ---- evals ----
+    Claim(
+        id="C-EVAL-1",
+        sentence="On each suite the score is within one standard error of stock's, and no drop above the allowed one is left open.",
+        lane="evals",
+        checks=("evals.gate.*",),
+        required_in=ALL,
+        proven_by="make evals",
+    ),
+    # ---- what this profile cannot reach ----
+    Claim(
+        id="C-KERNEL-1",
+        sentence="The kernels themselves, not their contracts, give these results on the GPU, and the new path is what ran.",
+        lane="schedule",
+        checks=("schedule.gpu.*",),
+        required_in=GPU,
+        proven_by="fasttrack run --profile gpu on a Hopper or Blackwell machine",
+    ),
+    Claim(
+        id="C-SERVE-1",
+        sentence="A real server with the path on and off gives the same evals on the full suites, at 1 and at many concurrent requests.",
+        lane="evals",
+        checks=("evals.serving.*",),
+        required_in=("serving",),
+        proven_by="fasttrack run --profile serving with two servers",
+    ),
+    Claim(
+        id="C-PERF-1",
+        sentence="The decode step is faster than the strongest stock configuration in every cell of the matrix, with the spread stated.",
+        lane="perf",
+        checks=("perf.*",),
+        required_in=("gpu",),
+        proven_by="make perf on a Hopper or Blackwell machine",
+    ),
+    Claim(
+        id="C-MUT-1",
+        sentence="Every required mutant is killed by the check it names, and the identical controls survive.",
+        lane="mutants",
+        checks=("mutants.*",),
+        required_in=("embedded", "gpu"),
+        proven_by="make mutants",
+    ),
+)
