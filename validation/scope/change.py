@@ -9,6 +9,7 @@ from pathlib import Path
 from validation.core.types import HarnessError
 
 WORKTREE = "WORKTREE"  # as `head`: the files on disk, untracked ones included
+EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"  # as `base`: git's name of the tree without files, so everything is the change
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,8 @@ def _git(repository: Path, *arguments: str) -> str:
         raise HarnessError(f"git {arguments[0]}: got {error}, needs a working git; install it or check the repository") from None
     if done.returncode:
         message = done.stderr.decode(errors="replace").strip().splitlines()
-        raise HarnessError(f"git {' '.join(arguments)} in {repository}: {message[-1] if message else 'failed'}")
+        what = message[-1] if message else "got nothing by that name; check the revision"
+        raise HarnessError(f"git {' '.join(arguments)} in {repository}: {what}")
     return done.stdout.decode()
 
 
@@ -67,16 +69,21 @@ def read_change(repository: Path, base: str, head: str = WORKTREE) -> Change:
     Raises:
         HarnessError: not a git repository, an unknown revision, or no common ancestor.
     """
-    for revision in (base, "HEAD" if head == WORKTREE else head):
-        _git(repository, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
-    tip = _git(repository, "rev-parse", "HEAD" if head == WORKTREE else head).strip()
-    merge_base = _git(repository, "merge-base", base, tip).strip()
+    tip = _commit(repository, "HEAD" if head == WORKTREE else head)
+    merge_base = base if base == EMPTY_TREE else _git(repository, "merge-base", _commit(repository, base), tip).strip()
     span = [merge_base] if head == WORKTREE else [merge_base, tip]
     options = ["--no-color", "--no-ext-diff", "--unified=0", "--find-renames", "--src-prefix=a/", "--dst-prefix=b/"]
     files = list(_parse(_git(repository, "diff", *options, *span)))
     if head == WORKTREE:
         files += _untracked(repository)
     return Change(repository=repository, base=merge_base, head=WORKTREE if head == WORKTREE else tip, files=tuple(files))
+
+
+def _commit(repository: Path, revision: str) -> str:
+    """The full commit a revision names; a name that looks like an option is never passed on as one."""
+    if revision.startswith("-"):
+        raise HarnessError(f"git rev-parse: got the revision {revision!r}, needs a branch, tag or commit")
+    return _git(repository, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}").strip()
 
 
 def _untracked(repository: Path) -> list[FileChange]:
