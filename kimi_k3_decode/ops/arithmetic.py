@@ -6,9 +6,13 @@ sums in FP32 in the order of the kernel's splits, and `bf16()` rounds where the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+
+Operands = Mapping[str, torch.Tensor]  # by operand name
+Outputs = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)

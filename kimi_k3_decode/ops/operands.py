@@ -91,7 +91,11 @@ def consumes(name: str, dtype: str, *, writer: str, reader: str, layout: str, **
 
 def _mailbox(name: str, dtype: str, access: Access, writer: str, reader: str, layout: str, sizes: dict[str, int | None]) -> Operand:
     rule = MailboxRule(
-        writer=f"{writer} of every rank", reader=reader, sentinel=SENTINEL, rearmed_by=f"{reader} of the owning rank", layout=layout
+        writer=f"{writer} of every rank",
+        reader=reader,
+        sentinel=f"0x{SENTINEL_WORD:08X}",
+        rearmed_by=f"{reader} of the owning rank, while it reads the other parity",
+        layout=layout,
     )
     return Operand(name=name, role=Role.MAILBOX, dtype=dtype, axes=axes(**sizes), access=access, mailbox=rule)
 

@@ -76,6 +76,4 @@ class SplitK:
 
 def skinny_or_split(decides: str, splits: int) -> Schedule[SplitK]:
     """One sum at 1 and 2 rows, where a block streams whole weight rows; `splits` partial sums above."""
-    return Schedule(
-        decides, (Row(rows=range(1, 3), value=SplitK(splits=1)), Row(rows=range(3, MAX_ROWS + 1), value=SplitK(splits=splits)))
-    )
+    return Schedule(decides, (Row(rows=range(1, 3), value=SplitK(splits=1)), Row(rows=range(3, MAX_ROWS + 1), value=SplitK(splits=splits))))

@@ -1,13 +1,14 @@
 """in_proj: proj[T, P] = x[T, D] weight[P, D]^T, BF16 in and out, FP32 sums.
 
-Grid: whole clusters of `splits` blocks over 16-row tiles of the weight (device/skinny.py).
-Before the wait: the ring of weights is filled. After: x is staged, products run. One output rounding.
+Grid: clusters of `splits` blocks over 16-row tiles of the weight (device/skinny.py).
+Before the wait: the ring of weights is filled. After: x is staged, products run, one rounding at the store.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
@@ -16,7 +17,7 @@ from kimi_k3_decode.device.skinny import Skinny, Tiling
 
 
 class InProj:
-    """Fixed: the tiling and P, the weight's rows."""
+    """Fixed: the tiling and the weight's rows P."""
 
     def __init__(self, tiling: Tiling, weight_rows: int) -> None:
         self.core = Skinny(tiling)
@@ -24,11 +25,10 @@ class InProj:
         self.n_tiles = -(-weight_rows // (tiling.tile_m * tiling.m_tiles))
 
     @cute.jit
-    def __call__(self, x_TD: cute.Pointer, weight_PD: cute.Pointer, proj_TP: cute.Pointer, rows: Int32, blocks: Int32, stream: Any):
-        t = self.core.t
-        self.kernel(x_TD, weight_PD, proj_TP, rows).launch(
-            grid=[blocks, 1, 1], block=[t.threads, 1, 1], cluster=[t.splits, 1, 1], stream=stream, use_pdl=True
-        )
+    def __call__(
+        self, x_TD: cute.Pointer, weight_PD: cute.Pointer, proj_TP: cute.Pointer, rows: Int32, blocks: Int32, pdl: Int32, stream: Any
+    ):
+        self.kernel(x_TD, weight_PD, proj_TP, rows).launch(**self.core.launch_options(blocks, pdl, stream))
 
     @cute.kernel
     def kernel(self, x_TD: cute.Pointer, weight_PD: cute.Pointer, proj_TP: cute.Pointer, rows: Int32):
@@ -40,10 +40,11 @@ class InProj:
         def source(tile, m):
             return weight, (tile * t.m_tiles + m) * t.tile_m, Int32(width - 1)
 
+        @cute.jit
         def finish(tile, row, token, values):
-            for m, value in enumerate(values):
+            for m in cutlass.range_constexpr(t.m_tiles):
                 column = (tile * t.m_tiles + m) * t.tile_m + row
                 if column < width:
-                    mem.store_bf16(proj, token * width + column, value)
+                    mem.store_bf16(proj, token * width + column, values[m])
 
         self.core.run(x, rows, self.n_tiles, source, finish, None)

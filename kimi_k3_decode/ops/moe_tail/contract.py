@@ -38,5 +38,5 @@ def contract(shard: Shard, *, rows: int, workspace_splits: int = 1) -> Contract:
             *split_k_workspace(workspace_splits, rows, shard.up_rows),
             publishes("delta_RTD", FP32, writer="moe_tail", reader="attn_res", layout="slot", R=shard.tp, T=rows, D=c.hidden_size),
         ),
-        parameters={"model": c.name, "tp": shard.tp, "rows": rows, "workspace_splits": workspace_splits},
+        parameters={"model": c.name, "tp": shard.tp, "rank": shard.rank, "rows": rows, "workspace_splits": workspace_splits},
     )
