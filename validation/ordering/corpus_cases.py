@@ -1,0 +1,187 @@
+"""The corpus: small kernels of ours, each with the findings that the audit must report for it, and no other.
+
+A case is a source (`ptx/NAME.ptx`, `cuda/NAME.cu` or `cutedsl/NAME.py`) with `NAME.toml` beside it:
+
+    title, pattern, faults, note        what it shows, which rows of the fault catalogue it stands for
+    [launch]  pdl, ordered, has_dependents, guards_true, early_readers     launch facts; parameters by name
+    [roles]   NAME = "role"             in parameter order
+    [targets] NAME = "role"             role of what a pointer loaded from NAME points to
+    [[expect]] rule, param, arch        a finding; `arch` limits it to some architectures
+    [[lint]]   rule, count              findings of the source lint
+    [moved]   load, wait, twin, arch    the compiler must put `load` before `wait` in the binary (regular expressions over SASS text)
+
+When a newer compiler no longer moves the load, the case is judged by its twin: a hand-written kernel whose binary has the moved order.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from validation.core.types import HarnessError
+from validation.ordering.model import RULES, LaunchFacts, Role, RoleEntry, RoleMap
+
+CORPUS = Path(__file__).parent / "corpus"
+ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
+SUFFIXES = {"ptx": ".ptx", "cuda": ".cu", "cutedsl": ".py", "twins": ".ptx"}
+FAMILIES = tuple(SUFFIXES)
+PRELUDE = "prelude.py"  # shared by the CuTe DSL cases, no case itself
+
+_KEYS = {
+    "": {"title", "pattern", "faults", "note", "launch", "roles", "targets", "expect", "lint", "moved"},
+    "launch": {"pdl", "ordered", "has_dependents", "guards_true", "early_readers"},
+    "expect": {"rule", "param", "arch"},
+    "lint": {"rule", "count"},
+    "moved": {"load", "wait", "twin", "arch"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """One finding that must be reported; `param` "" matches findings about the whole kernel."""
+
+    rule: str
+    param: str = ""
+    archs: tuple[str, ...] = ARCHITECTURES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """The order that the compiler is known to produce: the first SASS line matching `load` stands above the first matching `wait`."""
+
+    load: str
+    wait: str
+    twin: str
+    archs: tuple[str, ...] = ARCHITECTURES
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusCase:
+    name: str
+    family: str
+    title: str
+    source: Path
+    params: tuple[str, ...]
+    roles: RoleMap
+    launch: LaunchFacts
+    expect: tuple[Expected, ...] = ()
+    lint: Mapping[str, int] = field(default_factory=dict)
+    moved: Moved | None = None
+    pattern: str = ""
+    faults: tuple[str, ...] = ()
+    note: str = ""
+
+    def expected(self, arch: str) -> frozenset[tuple[str, str]]:
+        """(rule, parameter name or "") pairs for one architecture."""
+        return frozenset((item.rule, item.param) for item in self.expect if arch in item.archs)
+
+    @property
+    def true_negative(self) -> bool:
+        """True when nothing may be reported about the binary, on any architecture."""
+        return not self.expect
+
+
+def load_cases(root: Path = CORPUS, families: Iterable[str] = FAMILIES) -> tuple[CorpusCase, ...]:
+    """Every case below `root`, sorted by family and name. Raises HarnessError naming everything wrong in any of the files."""
+    cases: list[CorpusCase] = []
+    reasons: list[str] = []
+    for family in families:
+        folder = root / family
+        for path in sorted(folder.glob("*.toml")):
+            try:
+                cases.append(_read_case(path, family))
+            except (ValueError, OSError) as error:
+                reasons.append(f"{path.relative_to(root)}: {error}")
+        sources = {path.stem for path in folder.glob(f"*{SUFFIXES[family]}") if path.name != PRELUDE}
+        reasons += [f"{family}/{name}: got a source, needs its {name}.toml" for name in sorted(sources - {case.name for case in cases})]
+    names = [case.name for case in cases]
+    reasons += [f"{name}: got the name twice, needs unique names" for name in sorted({n for n in names if names.count(n) > 1})]
+    twins = {case.name for case in cases if case.family == "twins"}
+    if "twins" in tuple(families):
+        reasons += [
+            f"{case.name}: got the twin {case.moved.twin}, needs one of {sorted(twins)}"
+            for case in cases
+            if case.moved is not None and case.moved.twin not in twins
+        ]
+    if reasons:
+        raise HarnessError("corpus: " + "; ".join(reasons))
+    return tuple(cases)
+
+
+def _read_case(path: Path, family: str) -> CorpusCase:
+    table = tomllib.loads(path.read_text())
+    unknown = [key for key in table if key not in _KEYS[""]]
+    for section in ("launch", "expect", "lint", "moved"):
+        rows = table.get(section, [])
+        for row in rows if isinstance(rows, list) else [rows]:
+            unknown += [f"{section}.{key}" for key in row if key not in _KEYS[section]]
+    if unknown:
+        raise ValueError(f"got the unknown keys {unknown}, needs some of {sorted(_KEYS[''])}")
+    source = path.with_suffix(SUFFIXES[family])
+    if not source.is_file():
+        raise ValueError(f"got no source {source.name}, needs one beside it")
+    params = tuple(table["roles"])
+    expect = tuple(
+        Expected(rule=row["rule"], param=row.get("param", ""), archs=tuple(row.get("arch", ARCHITECTURES)))
+        for row in table.get("expect", ())
+    )
+    strange = [item.rule for item in expect if item.rule not in RULES] + [i.param for i in expect if i.param and i.param not in params]
+    if strange:
+        raise ValueError(f"got the expectations {strange}, needs rules of the registry and parameters of [roles]")
+    return CorpusCase(
+        name=path.stem,
+        family=family,
+        title=table["title"],
+        source=source,
+        params=params,
+        roles=_roles(table, params),
+        launch=_launch(table.get("launch", {}), params),
+        expect=expect,
+        lint={row["rule"]: row["count"] for row in table.get("lint", ())},
+        moved=_moved(table.get("moved")),
+        pattern=table.get("pattern", ""),
+        faults=tuple(table.get("faults", ())),
+        note=table.get("note", ""),
+    )
+
+
+def _roles(table: Mapping[str, Any], params: tuple[str, ...]) -> RoleMap:
+    targets = table.get("targets", {})
+    entries = {}
+    for index, name in enumerate(params):
+        target = Role(targets[name]) if name in targets else None
+        entries[(index, 0)] = RoleEntry(role=Role(table["roles"][name]), reason="corpus case", name=name, target=target)
+    return RoleMap(by_index=entries, source="corpus")
+
+
+def _launch(table: Mapping[str, Any], params: tuple[str, ...]) -> LaunchFacts:
+    def indices(key: str) -> frozenset[int]:
+        return frozenset(params.index(name) for name in table.get(key, ()))
+
+    facts: dict[str, Any] = {"pdl": table.get("pdl"), "has_dependents": table.get("has_dependents")}
+    if "early_readers" in LaunchFacts.__dataclass_fields__:
+        facts["early_readers"] = indices("early_readers")
+    return LaunchFacts(ordered=indices("ordered"), guards_true=indices("guards_true"), **facts)
+
+
+def _moved(table: Mapping[str, Any] | None) -> Moved | None:
+    if table is None:
+        return None
+    for key in ("load", "wait"):
+        re.compile(table[key])
+    return Moved(load=table["load"], wait=table["wait"], twin=table["twin"], archs=tuple(table.get("arch", ARCHITECTURES)))
+
+
+def order_holds(sass: Iterable[str], moved: Moved) -> bool:
+    """True when the first line matching `load` stands above the first line matching `wait`: plain text order, no engine involved.
+
+    A `load` that matches nothing is not "moved"; a `wait` that matches nothing (deleted) counts as moved.
+    """
+    lines = list(sass)
+    first_load = next((number for number, line in enumerate(lines) if re.search(moved.load, line)), None)
+    first_wait = next((number for number, line in enumerate(lines) if re.search(moved.wait, line)), None)
+    return first_load is not None and (first_wait is None or first_load < first_wait)
