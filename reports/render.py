@@ -42,8 +42,7 @@ def _environment(html: bool) -> jinja2.Environment:
 
 def commands(view: View) -> tuple[tuple[str, str], ...]:
     """(what, exact command) of the test plan, as the run was asked for."""
-    config = view.run.config
-    candidate = str(config.get("candidate", "specialized"))
+    candidate = view.candidate
     variables = "" if view.run.profile == "embedded" else f" PROFILE={view.run.profile}"
     variables += "" if candidate == "specialized" else f" CANDIDATE={candidate}"
     run = f"reports/runs/{view.run.id}"

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from validation.claims import CLAIMS
 from validation.core import jsonio
 from validation.core.store import read_evidence, read_json, read_run
 from validation.core.types import Claim, ClaimResult, Evidence, Finding, HarnessError, Holds, Outcome, Run, Status, Verdict
@@ -92,7 +91,8 @@ class View:
 
     @property
     def candidate(self) -> str:
-        return str(self.run.config.get("candidate", "unknown"))
+        settings = self.run.config.get("settings", {})
+        return str(settings.get("candidate", "unknown"))
 
     def lane(self, name: str) -> Lane | None:
         return next((lane for lane in self.lanes if lane.name == name), None)
@@ -129,18 +129,21 @@ def load_view(run_dir: Path) -> View:
         HarnessError: a file is missing or unreadable, or the verdict is of another run.
     """
     run = read_run(run_dir)
-    verdict: Verdict = jsonio.decode(Verdict, read_json(run_dir / VERDICT_FILE), VERDICT_FILE)
+    body = dict(read_json(run_dir / VERDICT_FILE))
+    texts = body.pop("claim_texts", {})
+    verdict: Verdict = jsonio.decode(Verdict, body, VERDICT_FILE)
+    known = tuple(jsonio.decode(Claim, text, f"{VERDICT_FILE} {name}") for name, text in texts.items())
     if verdict.run != run.id:
         raise HarnessError(f"{VERDICT_FILE}: got a verdict of {verdict.run}, needs one of {run.id}; run `judge` on this folder")
-    lane_of_check = {check: claim.lane for claim in CLAIMS for check in claim.checks}
+    lane_of_check = {check: claim.lane for claim in known for check in claim.checks}
     outcomes: Counter = Counter()
     per_lane: dict[str, Counter] = {}
     shown: dict[str, list[Evidence]] = {}
-    troubles = []
+    troubles: list[Evidence] = []
     n_records = 0
     for record in read_evidence(run_dir):
         n_records += 1
-        lane = lane_of_check.get(record.check, record.check.split(".")[0])
+        lane = lane_of_check.get(record.check, record.check.split(".")[0])  # a check id starts with its lane's name
         outcomes[record.outcome.value] += 1
         per_lane.setdefault(lane, Counter())[record.outcome.value] += 1
         if record.details and len(shown.setdefault(lane, [])) < 2000:
@@ -150,7 +153,7 @@ def load_view(run_dir: Path) -> View:
     results = {result.claim: result for result in verdict.claims}
     lanes = []
     for name in LANES:
-        claims = tuple((claim, results[claim.id]) for claim in CLAIMS if claim.lane == name and claim.id in results)
+        claims = tuple((claim, results[claim.id]) for claim in known if claim.lane == name and claim.id in results)
         findings = [finding for _, result in claims for finding in result.findings]
         open_findings = tuple(f for f in findings if f.holds != Holds.HOLDS)
         if claims or name in per_lane:
