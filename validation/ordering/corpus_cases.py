@@ -8,7 +8,8 @@ A case is a source (`ptx/NAME.ptx`, `cuda/NAME.cu` or `cutedsl/NAME.py`) with `N
     [targets] NAME = "role"             role of what a pointer loaded from NAME points to
     [[expect]] rule, param, arch        a finding; `arch` limits it to some architectures
     [[lint]]   rule, count              findings of the source lint
-    [moved]   load, wait, twin, arch    the compiler must put `load` before `wait` in the binary (regular expressions over SASS text)
+    [moved]   load, wait, twin, arch    the compiler must put `load` before `wait` in the binary (regular expressions over SASS lines);
+              text instead of both      an expression over the whole text, for what is no order of two lines (a deleted wait, a self-branch)
 
 When a newer compiler no longer moves the load, the case is judged by its twin: a hand-written kernel whose binary has the moved order.
 """
@@ -36,7 +37,7 @@ _KEYS = {
     "launch": {"pdl", "ordered", "has_dependents", "guards_true", "early_readers"},
     "expect": {"rule", "param", "arch"},
     "lint": {"rule", "count"},
-    "moved": {"load", "wait", "twin", "arch"},
+    "moved": {"load", "wait", "text", "twin", "arch"},
 }
 
 
@@ -51,11 +52,12 @@ class Expected:
 
 @dataclass(frozen=True, kw_only=True)
 class Moved:
-    """The order that the compiler is known to produce: the first SASS line matching `load` stands above the first matching `wait`."""
+    """What the compiler is known to produce: the first SASS line matching `load` stands above the first matching `wait`, or `text`."""
 
-    load: str
-    wait: str
     twin: str
+    load: str = ""
+    wait: str = ""
+    text: str = ""
     archs: tuple[str, ...] = ARCHITECTURES
 
 
@@ -171,9 +173,12 @@ def _launch(table: Mapping[str, Any], params: tuple[str, ...]) -> LaunchFacts:
 def _moved(table: Mapping[str, Any] | None) -> Moved | None:
     if table is None:
         return None
-    for key in ("load", "wait"):
-        re.compile(table[key])
-    return Moved(load=table["load"], wait=table["wait"], twin=table["twin"], archs=tuple(table.get("arch", ARCHITECTURES)))
+    patterns = {key: table[key] for key in ("load", "wait", "text") if key in table}
+    if set(patterns) not in ({"load", "wait"}, {"text"}):
+        raise ValueError(f"moved: got {sorted(patterns)}, needs load and wait, or text alone")
+    for pattern in patterns.values():
+        re.compile(pattern)
+    return Moved(twin=table["twin"], archs=tuple(table.get("arch", ARCHITECTURES)), **patterns)
 
 
 def order_holds(sass: Iterable[str], moved: Moved) -> bool:
@@ -182,6 +187,8 @@ def order_holds(sass: Iterable[str], moved: Moved) -> bool:
     A `load` that matches nothing is not "moved"; a `wait` that matches nothing (deleted) counts as moved.
     """
     lines = list(sass)
+    if moved.text:
+        return re.search(moved.text, "\n".join(lines), re.DOTALL) is not None
     first_load = next((number for number, line in enumerate(lines) if re.search(moved.load, line)), None)
     first_wait = next((number for number, line in enumerate(lines) if re.search(moved.wait, line)), None)
     return first_load is not None and (first_wait is None or first_load < first_wait)
