@@ -76,7 +76,7 @@ class _Builder:
     rows: int
     q: int
     step: int
-    forced: bool
+    forced: frozenset[int]
     cache_dtype: str
 
     def mailbox(self, name: str, message: int) -> str:
@@ -193,12 +193,13 @@ class _Builder:
         lists = {"offsets_E": "offsets", "pairs_N": "pairs"}
         chosen = {"ids_TZ": "ids", "weights_TZ": "weights"}
         partial = {"latent_RTL": self.mailbox("expert_latent", message)}
-        tables = {"live_rows_N": "table.live_rows", **({"forced_TZ": f"table.{tag}.forced"} if self.forced else {})}
+        tables = {"live_rows_N": "table.live_rows", **({"forced_TZ": f"table.{tag}.forced"} if layer in self.forced else {})}
+        routed = {**front, **tables, **lists, **chosen, "latent_TL": "latent"}
         down = {"hidden_TZI": "expert_hidden", **lists, **chosen, **partial}
         tail = {"latent_normed_TL": "latent_normed", "shared_TD": "shared", "delta_RTD": self.mailbox("mlp_out", layer)}
         return [
             self.launch(f"{tag}.moe_front", "moe_front", {"x_TD": "x_mlp", **front}, layer),
-            self.launch(f"{tag}.route", "route", {**front, **tables, **lists, **chosen, "latent_TL": "latent"}, layer, forced=self.forced),
+            self.launch(f"{tag}.route", "route", routed, layer, forced=layer in self.forced),
             self.launch(f"{tag}.experts_up", "experts_up", {"latent_TL": "latent", **lists, "hidden_TZI": "expert_hidden"}, layer),
             self.launch(f"{tag}.experts_down", "experts_down", down, layer),
             # Joining streams takes a full edge, so neither end of the side stream's detour is a programmatic launch.
@@ -212,7 +213,7 @@ class _Builder:
         ]  # fmt: skip
 
 
-def _builder(config: ModelConfig, shard: Shard | None, rows: int, q: int, step: int, forced: bool, cache_dtype: str) -> _Builder:
+def _builder(config: ModelConfig, shard: Shard | None, rows: int, q: int, step: int, forced: frozenset[int], cache_dtype: str) -> _Builder:
     return _Builder(config=config, shard=shard or Shard(config=config), rows=rows, q=q, step=step, forced=forced, cache_dtype=cache_dtype)
 
 
@@ -224,10 +225,13 @@ def layer_plan(
     q: int = 1,
     *,
     step: int = 0,
-    forced: bool = False,
+    forced: frozenset[int] = frozenset(),
     cache_dtype: str = BF16,
 ) -> tuple[Launch, ...]:
-    """Launches of one layer: 13 for KDA + MoE, 16 for MLA + MoE, 7 for KDA + dense. `step` fixes mailbox parities (its parity matters)."""
+    """Launches of one layer: 13 for KDA + MoE, 16 for MLA + MoE, 7 for KDA + dense.
+
+    `step` fixes mailbox parities; `forced` names the layers whose experts are given.
+    """
     build = _builder(config, shard, rows, q, step, forced, cache_dtype)
     mlp = build.moe(layer) if config.is_moe(layer) else build.dense(layer)
     return (build.boundary(2 * layer), *build.attention(layer), build.boundary(2 * layer + 1), *mlp)
@@ -240,7 +244,7 @@ def launch_graph(
     q: int = 1,
     *,
     step: int = 0,
-    forced: bool = False,
+    forced: frozenset[int] = frozenset(),
     cache_dtype: str = BF16,
     top_k: int = 1,
 ) -> list[Launch]:

@@ -1,0 +1,318 @@
+"""Contract execution: the specialised step's plan, launch by launch, through each operation's oracle, on any machine.
+
+`SpecializedPath` has the stock path's interface and caches. It proves the plan, the caches, the mailbox protocol and the rounding
+points, not the kernels. Virtual ranks run as separate programs with their own buffers that meet only in mailboxes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from kimi_k3_decode.cache import Caches, KdaLayerCache, StepBatch, StepOutput
+from kimi_k3_decode.comm import Mailbox
+from kimi_k3_decode.config import Shard, Unsupported
+from kimi_k3_decode.launches import Launch, launch_graph, layer_plan, plan_digest
+from kimi_k3_decode.operand_weights import Tensors, bind_weights, widen
+from kimi_k3_decode.ops.arithmetic import CONTRACT, EXACT, Arithmetic
+from kimi_k3_decode.ops.contract import Access, Contract, ContractError, Role
+from kimi_k3_decode.ops.registry import ORACLES, Oracle
+from kimi_k3_decode.plan import padded_requests
+from kimi_k3_decode.weights import ModelWeights
+
+__all__ = ["Launch", "SpecializedPath", "launch_graph", "layer_plan", "plan_digest"]
+
+ARITHMETIC = {
+    torch.bfloat16: CONTRACT,
+    torch.float32: Arithmetic(dtype=torch.float32, rounds=False),
+    torch.float64: EXACT,
+}
+
+
+@dataclass
+class _Rank:
+    """One virtual rank: its weights and buffers, and how far it is in the plan."""
+
+    number: int
+    weights: Tensors
+    buffers: Tensors = field(default_factory=dict)
+    done: int = 0
+
+
+class SpecializedPath:
+    """The specialised decode path by contract execution.
+
+    dtype: bfloat16 (rounding points and split sums of the kernels), float32 or float64 (none).
+    tp: virtual ranks. order_seed: interleave the ranks at random instead of in turn; results must not change.
+    oracles: replacements by op name, weights_change: `f(rank, buffers) -> buffers`; both are how a planted fault is built.
+    checked: compare every shape with its contract and fill the padding rows of every output with NaN.
+    """
+
+    name = "specialized"
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        dtype: torch.dtype = torch.bfloat16,
+        tp: int = 1,
+        *,
+        order_seed: int | None = None,
+        oracles: Mapping[str, Oracle] | None = None,
+        weights_change: Callable[[int, Tensors], Tensors] | None = None,
+        checked: bool = False,
+        top_k: int = 1,
+    ) -> None:
+        if dtype not in ARITHMETIC:
+            raise Unsupported("SpecializedPath", (f"dtype: got {dtype}, needs one of {[str(d) for d in ARITHMETIC]}",))
+        self.config = weights.config
+        self.dtype = dtype
+        self.tp = tp
+        self.arithmetic = ARITHMETIC[dtype]
+        self.oracles: dict[str, Oracle] = {**ORACLES, **(oracles or {})}
+        self.checked = checked
+        self.top_k = top_k
+        self.executed: list[str] = []  # launch ids of the last step, each once a rank
+        self.top_ids_TZ: torch.Tensor | None = None  # of the last step
+        self._order = None if order_seed is None else random.Random(order_seed)
+        change = weights_change or (lambda _, bound: bound)
+        self._ranks = [_Rank(r, widen(change(r, bind_weights(weights, tp, r)), self.arithmetic.dtype)) for r in range(tp)]
+        self._mailboxes: dict[tuple[str, int], Mailbox] = {}
+        self._graphs: dict[tuple[int, int, int, frozenset[int]], list[list[Launch]]] = {}
+        self._steps = 0
+
+    # ---- the plan ----
+    def graphs(self, rows: int, q: int, *, step: int = 0, forced: frozenset[int] = frozenset()) -> list[list[Launch]]:
+        """The launch list of every rank for `rows` token rows."""
+        key = (rows, q, step % 2, forced)
+        if key not in self._graphs:
+            shards = [Shard(config=self.config, tp=self.tp, rank=r) for r in range(self.tp)]
+            made = [launch_graph(self.config, s, rows, q, step=step % 2, forced=forced, top_k=self.top_k) for s in shards]
+            self._graphs[key] = made
+        return self._graphs[key]
+
+    # ---- one step ----
+    @torch.inference_mode()
+    def step(self, batch: StepBatch, caches: Caches, *, routing: dict[int, torch.Tensor] | None = None, taps: bool = False) -> StepOutput:
+        """Run one decode or verify step and write the caches; the same meaning and shapes as the stock path's `step`.
+
+        routing: forced expert ids [T, top_k] by layer; absent layers choose freely. Raises Unsupported above 64 token rows,
+        ContractError when a protocol breaks.
+        """
+        requests, q = batch.tokens_BQ.shape
+        padded = _pad(batch, padded_requests(requests, q) - requests)
+        rows, live = padded.rows, batch.rows
+        graphs = self.graphs(rows, q, step=self._steps, forced=frozenset(routing or ()))
+        for rank in self._ranks:
+            rank.done = 0
+            rank.buffers = {**_tables(padded, live, routing), **self._states(caches, rank.number)}
+        self.executed = []
+        tapped: dict[int, torch.Tensor] = {}
+        chosen: dict[int, torch.Tensor] = {}
+        wanted = _tap_launches(graphs[0], self.config.draft.target_layer_ids) if taps and self.config.draft is not None else {}
+
+        def watch(launch: Launch, buffers: Tensors) -> None:
+            if launch.id in wanted:
+                layer, buffer = wanted[launch.id]
+                tapped[layer] = buffers[buffer][:live]
+            elif launch.op == "route" and launch.layer is not None:
+                chosen[launch.layer] = buffers["ids"][:live].long()
+
+        self._run(graphs, live, watch)
+        self._steps += 1
+        first = self._ranks[0].buffers
+        self.top_ids_TZ = first["top_ids"][:live]
+        logits = first["logits"][:live].to(torch.float64 if self.dtype == torch.float64 else torch.float32)
+        return StepOutput(
+            logits_BQV=logits.view(requests, q, -1),
+            taps_IBQD=self._stack_taps(tapped, requests, q) if taps else None,
+            routing=chosen,
+        )
+
+    def _stack_taps(self, tapped: dict[int, torch.Tensor], requests: int, q: int) -> torch.Tensor | None:
+        if self.config.draft is None:
+            return None
+        rows = torch.stack([tapped[layer] for layer in self.config.draft.target_layer_ids])
+        return rows.view(rows.shape[0], requests, q, -1).to(self.dtype)
+
+    def _states(self, caches: Caches, rank: int) -> Tensors:
+        """This rank's views of the caches. Its KDA heads are its own; the MLA pages are replicated, so virtual ranks share one copy."""
+        shard = Shard(config=self.config, tp=self.tp, rank=rank)
+        heads, width, found = shard.kda_heads, shard.kda_dim, {}
+        for layer, cache in enumerate(caches.layers):
+            tag = f"state.L{layer:02d}"
+            if isinstance(cache, KdaLayerCache):
+                conv = cache.conv_SWC.unflatten(2, (3, self.config.kda_dim))
+                found[f"{tag}.conv"] = conv[..., rank * width : (rank + 1) * width]
+                found[f"{tag}.recurrent"] = cache.state_SHVK[:, rank * heads : (rank + 1) * heads]
+            else:
+                found[f"{tag}.pages"] = cache.pages_PTC
+                found[f"{tag}.scale"] = torch.tensor(cache.scale)
+        return found
+
+    # ---- execution ----
+    def _run(self, graphs: list[list[Launch]], live: int, watch: Callable[[Launch, Tensors], None]) -> None:
+        """Advance every rank's program until all are done; a rank whose next launch polls an incomplete mailbox is passed over."""
+        pending = list(self._ranks)
+        while pending:
+            turn = list(pending)
+            if self._order is not None:
+                self._order.shuffle(turn)
+            moved = False
+            for rank in turn:
+                launch = graphs[rank.number][rank.done]
+                if not self._ready(launch, rank.number):
+                    continue
+                self._execute(launch, rank, live)
+                if rank.number == 0:
+                    watch(launch, rank.buffers)
+                rank.done += 1
+                moved = True
+                if self._order is not None:
+                    break
+            pending = [rank for rank in pending if rank.done < len(graphs[rank.number])]
+            if not moved:
+                waiting = [f"rank {r.number} waits in {graphs[r.number][r.done].id}" for r in pending]
+                raise ContractError("step", [*waiting, "no rank can move"])
+
+    def _consumed(self, launch: Launch) -> list[tuple[str, str]]:
+        """(operand, buffer) of the mailboxes this launch polls."""
+        boxes = launch.contract.of_role(Role.MAILBOX)
+        return [(o.name, launch.bindings[o.name][0]) for o in boxes if o.access is Access.READ_WRITE]
+
+    def _ready(self, launch: Launch, rank: int) -> bool:
+        for _, buffer in self._consumed(launch):
+            name, parity = _split_mailbox(buffer)
+            box = self._mailboxes.get((name, launch.contract.parameters["rows"]))
+            if box is None or not box.ready(rank, parity):
+                return False
+        return True
+
+    def _mailbox(self, launch: Launch, operand: str) -> tuple[Mailbox, int]:
+        """The mailbox behind an operand and its parity; made at first use, one a name and prepared row count."""
+        name, parity = _split_mailbox(launch.bindings[operand][0])
+        rows = launch.contract.parameters["rows"]
+        box = self._mailboxes.get((name, rows))
+        if box is None:
+            wide = torch.float64 if self.arithmetic.dtype == torch.float64 else None
+            if not self.arithmetic.rounds and wide is None:
+                wide = torch.float32
+            box = Mailbox(name, launch.contract[operand], self.tp, wide)
+            self._mailboxes[(name, rows)] = box
+        return box, parity
+
+    def _execute(self, launch: Launch, rank: _Rank, live: int) -> None:
+        operands: Tensors = {}
+        for operand in launch.contract.operands:
+            bound = launch.bindings[operand.name]
+            if operand.role is Role.WEIGHT:
+                operands[operand.name] = rank.weights[bound[0]]
+            elif operand.role is Role.MAILBOX:
+                if operand.access is Access.READ_WRITE:
+                    box, parity = self._mailbox(launch, operand.name)
+                    operands[operand.name] = box.consume(rank.number, parity)
+            elif operand.role not in (Role.OUTPUT, Role.SCRATCH):
+                stacked = operand.name == "blocks_NTD"
+                operands[operand.name] = torch.stack([rank.buffers[b] for b in bound]) if stacked else rank.buffers[bound[0]]
+        if launch.op in ("experts_up", "experts_down"):
+            operands.update(_unpacked(launch.id, rank.weights))
+        if "pages_STM" in operands and launch.contract.parameters.get("cache_dtype") != "bfloat16":
+            operands["cache_scale"] = rank.buffers[launch.bindings["pages_STM"][0].replace(".pages", ".scale")]
+        found = self.oracles[launch.op](self.config, launch.contract, operands, self.arithmetic)
+        if self.checked:
+            found = _check_shapes(launch.contract, operands, found, live)
+        for operand in launch.contract.operands:
+            if operand.role is Role.OUTPUT:
+                rank.buffers[launch.bindings[operand.name][0]] = found[operand.name]
+            elif operand.role is Role.MAILBOX and operand.access is Access.WRITE:
+                box, parity = self._mailbox(launch, operand.name)
+                box.publish(rank.number, parity, found[operand.name])
+        self.executed.append(launch.id)
+
+
+def _split_mailbox(buffer: str) -> tuple[str, int]:
+    name, parity = buffer.rsplit(".", 1)
+    return name, int(parity)
+
+
+def _unpacked(launch_id: str, weights: Tensors) -> Tensors:
+    return {name: weights[f"{launch_id}.{name}"] for name in ("w1", "w2", "w3") if f"{launch_id}.{name}" in weights}
+
+
+def _pad(batch: StepBatch, extra: int) -> StepBatch:
+    """`extra` padding requests: token 0, nothing cached, null slots and pages."""
+    if extra <= 0:
+        return batch
+
+    def longer(x: torch.Tensor, value: int) -> torch.Tensor:
+        return torch.cat((x, x.new_full((extra, *x.shape[1:]), value)))
+
+    return replace(
+        batch,
+        tokens_BQ=longer(batch.tokens_BQ, 0),
+        lengths_B=longer(batch.lengths_B, 0),
+        block_table_BN=longer(batch.block_table_BN, 0),
+        slots_BQ=longer(batch.slots_BQ, 0),
+        accepted_B=longer(batch.accepted_B, 1),
+    )
+
+
+def _tables(batch: StepBatch, live: int, routing: dict[int, torch.Tensor] | None) -> Tensors:
+    """Host metadata under the plan's buffer names. Forced expert ids are padded with expert 0; padding rows reach no list."""
+    found = {
+        "table.tokens": batch.tokens_BQ.flatten().to(torch.int32),
+        "table.lengths": batch.lengths_B,
+        "table.block_table": batch.block_table_BN,
+        "table.slots": batch.slots_BQ,
+        "table.accepted": batch.accepted_B,
+        "table.live_rows": torch.tensor([live], dtype=torch.int32),
+    }
+    for layer, ids_TZ in (routing or {}).items():
+        padding = ids_TZ.new_zeros(batch.rows - ids_TZ.shape[0], ids_TZ.shape[1])
+        found[f"table.L{layer:02d}.forced"] = torch.cat((ids_TZ, padding)).to(torch.int32)
+    return found
+
+
+def _tap_launches(graph: list[Launch], layers: tuple[int, ...]) -> dict[str, tuple[int, str]]:
+    """Launch id -> (layer, buffer): the tap after layer i is the prefix that the next boundary updates (or saves as a block)."""
+    wanted = {}
+    boundaries = {launch.layer: launch for launch in graph if launch.id.endswith(".attn_res") or launch.id == "final_res"}
+    for layer in layers:
+        launch = boundaries.get(layer + 1, boundaries[None])
+        operand = "block_out_TD" if "block_out_TD" in launch.contract else "prefix_out_TD"
+        wanted[launch.id] = (layer, launch.bindings[operand][0])
+    return wanted
+
+
+def _check_shapes(contract: Contract, operands: Tensors, found: Tensors, live: int) -> Tensors:
+    """Raises ContractError for every shape that differs from the contract; returns `found` with NaN in the padding rows."""
+    reasons = []
+    for operand in contract.operands:
+        tensor = operands.get(operand.name, found.get(operand.name))
+        if tensor is None:
+            if operand.role is not Role.SCRATCH:
+                reasons.append(f"{operand.name}: got nothing, needs a tensor")
+            continue
+        need = operand.shape
+        if operand.role is Role.MAILBOX and operand.access is Access.WRITE and operand.mailbox is not None:
+            # A publisher hands over its own part only.
+            slot = operand.mailbox.layout == "slot"
+            need = need[1:] if slot else (*need[:-1], (need[-1] or 0) // contract.parameters["tp"])
+        if len(need) != tensor.dim() or any(n is not None and n != g for n, g in zip(need, tensor.shape, strict=True)):
+            reasons.append(f"{operand.name}.shape: got {list(tensor.shape)}, needs {list(need)}")
+    if reasons:
+        raise ContractError(f"Contract {contract.op}", reasons)
+    rows = contract.parameters["rows"]
+    poisoned = dict(found)
+    for operand in contract.operands:
+        tensor = found.get(operand.name)
+        if tensor is None or live == rows or not tensor.is_floating_point() or (operand.name == "out_TC" and contract.op == "kda"):
+            continue
+        letters = [axis.letter for axis in operand.axes if not (operand.role is Role.MAILBOX and axis.letter == "R")]
+        if "T" in letters and operand.role is not Role.STATE:
+            changed = tensor.clone()
+            changed.movedim(letters.index("T"), 0)[live:] = torch.nan
+            poisoned[operand.name] = changed
+    return poisoned
