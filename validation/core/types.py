@@ -186,10 +186,17 @@ class Target(Protocol):
 class Check(Protocol):
     """Measures; never judges. `limits` are data fixed beforehand; the judge applies them to stored evidence."""
 
-    id: str
-    claim: str
-    roles: tuple[str, ...]
-    must_kill: tuple[str, ...]  # mutants
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def claim(self) -> str: ...
+
+    @property
+    def roles(self) -> tuple[str, ...]: ...
+
+    @property
+    def must_kill(self) -> tuple[str, ...]: ...  # mutants
 
     def cases(self) -> Iterable[Case]: ...
 

@@ -70,4 +70,5 @@ class IsolationCheck:
 def checks() -> list[Check]:
     from validation.scope.decisions import decision_checks
 
-    return [*(IsolationCheck(id=name, rule=name) for name in RULES), *decision_checks()]
+    isolation: list[Check] = [IsolationCheck(id=name, rule=name) for name in RULES]
+    return isolation + decision_checks()

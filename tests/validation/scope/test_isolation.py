@@ -147,7 +147,7 @@ def test_only_the_change_counts_not_what_main_did_meanwhile(repository: Path) ->
 
 @pytest.mark.parametrize("base", ["no-such-branch", "--exec=x"])
 def test_a_bad_base_is_one_clear_error(repository: Path, base: str) -> None:
-    with pytest.raises(HarnessError, match="git rev-parse"):
+    with pytest.raises(HarnessError, match=r"git rev-parse"):
         read_change(repository, base)
 
 
