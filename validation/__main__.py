@@ -28,6 +28,8 @@ app = typer.Typer(help="Measure, judge and report a fast-path candidate against 
 # Typer carries its own copy of click or uses the installed one, by version: this is the base of its usage errors in both.
 _UsageProblem: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
+_TYPER_INTERRUPTED = 130  # what typer turns Ctrl-C into before it gets here
+
 # Commands that lanes own: each module has `main(arguments: list[str]) -> int`, or a typer `app`.
 LANE_COMMANDS = {
     "audit": ("validation.ordering.cli", "Audit binaries and sources for memory-ordering faults (seconds to minutes, no GPU)."),
@@ -219,6 +221,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a CI job that is cancelled stops like Ctrl-C: resumable
     try:
         code = app(standalone_mode=False) or 0
+        if code == _TYPER_INTERRUPTED:
+            raise KeyboardInterrupt
     except HarnessError as error:
         code = _harness_error(str(error))
     except (KeyboardInterrupt, typer.Abort):

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from kimi_k3_decode.config import Unsupported
 from validation.core import jsonio, registry, sandbox
 from validation.core.settings import Settings
 from validation.core.types import Case, Check, HarnessError, Measurement, Outcome, Target
@@ -56,7 +57,7 @@ class Worker:
             return self._measure(request)
         except HarnessError as error:
             return {"harness_error": str(error)}
-        except Refused as refusal:
+        except (Refused, Unsupported) as refusal:
             return {"outcome": Outcome.REFUSED, "reasons": list(refusal.reasons)}
         except MemoryError as error:
             return {"outcome": Outcome.ERROR, "reasons": [f"out of memory: {error or 'allocation refused'}"]}
@@ -134,4 +135,5 @@ def main(setup_text: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    # By its real name, so that the Refused a lane raises is the Refused caught here.
+    importlib.import_module("validation.core.worker").main(sys.argv[1])

@@ -1,0 +1,218 @@
+"""The command line as a user meets it: exit codes, the closing JSON line, interrupts, broken input, a full disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from validation.core.settings import PROJECT_ROOT
+from validation.core.store import read_evidence
+from validation.core.verify import verify
+
+FAKES = Path(__file__).resolve().parent / "validation" / "core"
+OK = {"do": "ok"}
+
+
+class Cli:
+    """Runs `python -m validation` over the fake lane, with its runs below `folder`."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.runs = folder / "runs"
+        self.config = folder / "validate.toml"
+        self.configure()
+
+    def configure(self, extra=""):
+        self.config.write_text(
+            f'lanes = ["fake"]\nclaims = "fake_lane:CLAIMS"\nruns_dir = "{self.runs}"\npolicy = "{self.folder}/none.toml"\n'
+            f'memory_gib = 1.0\n{extra}\n[lane_modules]\nfake = "fake_lane"\n'
+        )
+
+    def start(self, *arguments, cases=(), preexec=None):
+        environment = {**os.environ, "PYTHONPATH": str(FAKES), "FAKE_CASES": json.dumps({"fake.a": list(cases)})}
+        command = [sys.executable, "-m", "validation", *arguments, "--config", str(self.config)]
+        return subprocess.Popen(
+            command, cwd=PROJECT_ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=preexec
+        )
+
+    def finish(self, process):
+        out, err = process.communicate(timeout=120)
+        return process.returncode, json.loads(out.splitlines()[-1]), err
+
+    def __call__(self, *arguments, **options):
+        return self.finish(self.start(*arguments, **options))
+
+    def folders(self):
+        return sorted(path.name for path in self.runs.iterdir()) if self.runs.exists() else []
+
+
+@pytest.fixture
+def cli(tmp_path):
+    return Cli(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("cases", "code", "verdict"),
+    [([OK], 0, "pass"), ([OK, {"do": "nan"}], 1, "fail"), ([OK, {"do": "raise"}], 2, "not_proven"), ([], 3, "error")],
+)
+def test_exit_codes(cli, cases, code, verdict):
+    returned, answer, _ = cli("run", "--quiet", cases=cases)
+    assert (returned, answer["verdict"]) == (code, verdict)
+    assert set(answer) >= {"run", "verdict", "report"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "--no-such-option"], "no-such-option"),
+        (["run", "--lanes", "fake,nonsense"], "nonsense"),
+        (["run", "--profile", "tpu"], "tpu"),
+        (["verify", "R-nothing"], "R-nothing"),
+        (["judge"], "none below"),
+        (["repro", "E-000000000000"], "E-000000000000"),
+        (["no-such-command"], "no-such-command"),
+    ],
+)
+def test_wrong_use_is_exit_3_with_one_line(cli, arguments, words):
+    code, answer, err = cli(*arguments, cases=[OK])
+    assert code == 3
+    assert answer["verdict"] == "error"
+    assert len(err.strip().splitlines()) == 1
+    assert "Traceback" not in err
+    if arguments[0] != "no-such-command":
+        assert words in err
+    assert cli.folders() == []
+
+
+@pytest.mark.parametrize("extra", ["surprise = 1", "jobs = 0", 'jobs = "two"', "jobs = true", "jobs = [", "memory_gib = nan"])
+def test_a_bad_setting_is_exit_3_before_a_run_exists(cli, extra):
+    cli.configure(extra)
+    code, answer, err = cli("run", cases=[OK])
+    assert code == 3
+    assert "settings" in answer["error"]
+    assert "Traceback" not in err
+    assert cli.folders() == []
+
+
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM], ids=lambda kind: kind.name)
+def test_an_interrupted_run_is_continued(cli, kind):
+    """Stopped anywhere in six slow cases and started again until it ends: every case is there once, and no worker is left."""
+    cases = [{"do": "slow", "sleep_s": 0.4}] * 6
+    process = cli.start("run", "--quiet", cases=cases)
+    evidence = _wait_for(lambda: next(iter(cli.runs.glob("R-*/evidence.jsonl")), None))
+    _wait_for(lambda: len(evidence.read_bytes().splitlines()) >= 2)
+    process.send_signal(kind)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == (-9 if kind is signal.SIGKILL else 3)
+    if kind is not signal.SIGKILL:
+        assert json.loads(out.splitlines()[-1])["verdict"] == "interrupted"
+    before = list(read_evidence(evidence.parent))
+    assert 2 <= len(before) < 6
+    code, answer, _ = cli("run", "--quiet", cases=cases)
+    assert code == 0
+    assert cli.folders() == [answer["run"]] == [evidence.parent.name]
+    after = list(read_evidence(evidence.parent))
+    assert after[: len(before)] == before
+    assert sorted(r.case.seed for r in after) == list(range(6))
+    assert verify(evidence.parent).intact
+    assert verify(evidence.parent).closed
+    _wait_for(lambda: not _workers_of(cli.folder))
+
+
+def test_fresh_starts_over(cli):
+    process = cli.start("run", "--quiet", cases=[{"do": "slow", "sleep_s": 20}])
+    first = _wait_for(lambda: next(iter(cli.runs.glob("R-*")), None))
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    time.sleep(1.1)
+    shutil.rmtree(first)
+    code, answer, _ = cli("run", "--quiet", "--fresh", cases=[OK])
+    assert code == 0
+    assert cli.folders() == [answer["run"]]
+
+
+def test_judge_verify_and_repro_of_a_run(cli):
+    _, ran, _ = cli("run", "--quiet", cases=[OK, {"do": "nan"}])
+    run_dir = cli.runs / ran["run"]
+    before = (run_dir / "evidence.jsonl").read_bytes()
+    code, answer, _ = cli("judge", ran["run"], "--no-report")
+    assert (code, answer["verdict"]) == (1, "fail")
+    for record in read_evidence(run_dir):
+        code, answer, _ = cli("repro", record.id, "--quiet")
+        assert (code, answer["verdict"]) == (0, "same")
+    assert cli("verify", ran["run"])[0] == 0
+    assert (run_dir / "evidence.jsonl").read_bytes() == before
+    (run_dir / "evidence.jsonl").write_bytes(before.replace(b'"value":1.0', b'"value":0.5'))
+    code, answer, err = cli("verify", ran["run"])
+    assert code == 1
+    assert not answer["intact"]
+    assert "edited" in err
+
+
+def test_a_full_disk_is_one_error_and_the_run_can_go_on(cli):
+    """Files of this process and its children are limited, as a full disk would limit them."""
+    cases = [OK] * 40
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, resource.RLIM_INFINITY))
+
+    cli.configure()
+    code, answer, err = cli("run", "--quiet", cases=cases, preexec=limit)
+    assert code == 3
+    assert "free space" in answer["error"]
+    assert "Traceback" not in err
+    for folder in cli.runs.glob("R-*"):
+        assert verify(folder).intact
+    assert not list(cli.runs.glob(".*"))
+    assert not list(cli.runs.rglob("*.part"))
+    code, answer, _ = cli("run", "--quiet", cases=cases)
+    assert code == 0
+    assert len(list(read_evidence(cli.runs / answer["run"]))) == 40
+
+
+def test_a_tiny_file_system_is_one_error_without_a_half_written_run(cli):
+    """The real thing where mounting is allowed: a tmpfs of a few pages."""
+    cli.runs.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k", "none", str(cli.runs)], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        code, answer, err = cli("run", "--quiet", cases=[OK] * 60)
+        assert code == 3
+        assert "free space" in answer["error"]
+        assert "Traceback" not in err
+        assert cli.folders() == []
+    finally:
+        subprocess.run(["umount", str(cli.runs)], check=True)
+
+
+def _wait_for(probe, limit_s=60.0):
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        found = probe()
+        if found:
+            return found
+        time.sleep(0.05)
+    raise AssertionError("waited in vain")
+
+
+def _workers_of(folder):
+    """Process ids of workers whose set-up names this test's folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = path.read_bytes()
+        except OSError:
+            continue
+        if b"validation.core.worker" in text and str(folder).encode() in text:
+            found.append(path.parent.name)
+    return found
