@@ -1,0 +1,84 @@
+"""Every difficulty knob of the four suites: the range trained on, and the mixture each test set is drawn from.
+
+Training covers more than the tests use, so a test set's score is tuned by its mixture (how many problems of which level) without
+training again. A level is a frozen dataclass; its `name` is what the per-level accuracies in the training record refer to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class WordLevel:
+    """A word problem: how many operations, how large the numbers, how many irrelevant sentences."""
+
+    steps: int
+    magnitude: int  # numbers run up to this
+    distractors: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"s{self.steps}-m{self.magnitude}-d{self.distractors}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScienceLevel:
+    """A four-way question: its family, the number of reasoning steps, and how many irrelevant facts stand among the relevant ones."""
+
+    family: str  # reaction | decay | circuit | collision
+    steps: int
+    distractors: int = 0
+    size: int = 9  # of the numbers: masses of carts, resistors
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}-s{self.steps}-d{self.distractors}-m{self.size}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContestLevel:
+    """An integer-answer problem: its family, the number of steps, and the modulus or size of its numbers."""
+
+    family: str  # recurrence | gcd | power | series
+    steps: int
+    size: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}-s{self.steps}-m{self.size}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecallLevel:
+    """A transcript of about `tokens` characters with `needles` replies to one repeated request."""
+
+    tokens: int
+    needles: int
+
+    @property
+    def name(self) -> str:
+        return f"t{self.tokens}-n{self.needles}"
+
+
+WORD_TRAIN = tuple(WordLevel(steps=s, magnitude=m, distractors=d) for s in (2, 3, 4, 5, 6) for m in (20, 99, 500, 3000) for d in (0, 2))
+SCIENCE_TRAIN = (
+    *(ScienceLevel(family="reaction", steps=s, distractors=d) for s in (1, 2, 3, 4) for d in (0, 2, 4)),
+    *(ScienceLevel(family="decay", steps=s) for s in (1, 2, 3, 4)),
+    *(ScienceLevel(family="circuit", steps=s, size=m) for s in (1, 2, 3) for m in (20, 70)),
+    *(ScienceLevel(family="collision", steps=s, size=m) for s in (1, 2) for m in (9, 30)),
+)
+CONTEST_TRAIN = (
+    *(ContestLevel(family="recurrence", steps=s, size=m) for s in (2, 3, 4, 5, 6) for m in (13, 31, 97)),
+    *(ContestLevel(family="gcd", steps=s, size=m) for s in (2, 3, 4) for m in (99, 400)),
+    *(ContestLevel(family="power", steps=s, size=m) for s in (3, 4, 5, 6) for m in (13, 31, 97)),
+    *(ContestLevel(family="series", steps=s, size=m) for s in (4, 6, 8) for m in (20, 90)),
+)
+
+# The test sets: (level, number of items).
+WORD_TEST: tuple[tuple[WordLevel, int], ...] = tuple((level, 12) for level in WORD_TRAIN)
+SCIENCE_TEST: tuple[tuple[ScienceLevel, int], ...] = tuple((level, 198 // len(SCIENCE_TRAIN)) for level in SCIENCE_TRAIN)
+CONTEST_TEST: tuple[tuple[ContestLevel, int], ...] = tuple((level, 1) for level in CONTEST_TRAIN[:30])
+RECALL_TEST: tuple[tuple[RecallLevel, int], ...] = tuple(
+    (RecallLevel(tokens=t, needles=n), 10) for t in (1000, 2000, 4000, 8000) for n in (2, 4, 8)
+)

@@ -1,0 +1,240 @@
+"""Train nano-K3 from nothing to the shipped checkpoint: `python -m evals.nano.train --out DIR --minutes 8`.
+
+On a CUDA GPU the recurrence runs through `fla-core` (pinned in the `gpu` extra), elsewhere through the plain chunked form. Several GPUs
+share the work under `torchrun`. The schedule follows progress: the larger of steps done and of the wall-clock budget spent, so a run always
+ends in time with a decayed learning rate. DIR receives `model.safetensors`, `config.json`, `tokenizer.json`, `train.jsonl` (the log) and `result.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from evals.nano import export, network, train_draft
+from evals.nano.examine import examine
+from evals.nano.optimiser import Optimiser
+from evals.nano.stream import Mixture, Stream
+from evals.nano.tokenizer import save_tokenizer
+from kimi_k3_decode.config import NANO, ModelConfig
+
+LOG_EVERY, SAVE_EVERY_S = 50, 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that shapes a run. `minutes` bounds the target's training, `draft_minutes` the drafter's."""
+
+    seed: int = 17
+    minutes: float = 7.0
+    draft_minutes: float = 1.3
+    steps: int = 1_000_000
+    draft_steps: int = 1_000_000
+    rows: int = 49_152  # tokens a step and rank: 64 x 768 = 24 x 2048 = 12 x 4096
+    lengths: tuple[int, ...] = (768, 2048, 4096)
+    phase_ends: tuple[float, ...] = (0.72, 0.90, 1.0)  # progress at which each length ends
+    rate: float = 1.5e-3
+    muon_rate: float = 0.02
+    warm_up_steps: int = 100
+    hold: float = 0.35  # share of progress at full rate, then linear decay
+    bias_rate: float = 1e-3
+    bias_freeze: float = 0.9
+    compile: bool = True
+    workers: int = 8
+    exam_items: int = 32
+
+
+@dataclass
+class Rank:
+    """This process among the data-parallel ones."""
+
+    index: int
+    count: int
+    device: torch.device
+
+    @classmethod
+    def start(cls) -> Rank:
+        count, index = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if count > 1:
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        return cls(index, count, device)
+
+    def mean_(self, tensors: list[torch.Tensor]) -> None:
+        """Average in place over ranks, through one flat buffer."""
+        if self.count == 1:
+            return
+        flat = torch.cat([t.flatten() for t in tensors])
+        dist.all_reduce(flat)
+        flat /= self.count
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+    def agree(self, value: float) -> float:
+        """Rank 0's value on every rank, so that all leave a loop together."""
+        if self.count == 1:
+            return value
+        shared = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.broadcast(shared, 0)
+        return float(shared)
+
+
+def phase_of(recipe: Recipe, progress: float) -> int:
+    return next((i for i, end in enumerate(recipe.phase_ends) if progress < end), len(recipe.lengths) - 1)
+
+
+def mixture_of(recipe: Recipe, phase: int) -> Mixture:
+    length = recipe.lengths[phase]
+    return Mixture(batch=max(1, recipe.rows // length), length=length)
+
+
+def rate_scale(recipe: Recipe, step: int, progress: float) -> float:
+    warm = min(1.0, (step + 1) / recipe.warm_up_steps)
+    return warm * min(1.0, max(0.0, 1.0 - progress) / (1.0 - recipe.hold))
+
+
+def to_device(batch: tuple[np.ndarray, np.ndarray], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, weights = torch.from_numpy(batch[0]), torch.from_numpy(batch[1])
+    if device.type == "cuda":
+        ids, weights = ids.pin_memory(), weights.pin_memory()
+    return ids.to(device, non_blocking=True).long(), weights.to(device, non_blocking=True)
+
+
+def weighted_loss(hidden_ND: torch.Tensor, head_VD: torch.Tensor, ids_BT: torch.Tensor, weights_BT: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy of the next token, weighted; the last position of a sequence predicts nothing."""
+    logits = (hidden_ND @ head_VD.T).float()
+    targets = F.pad(ids_BT[:, 1:], (0, 1))
+    shares = F.pad(weights_BT[:, 1:], (0, 1))
+    losses = F.cross_entropy(logits, targets.flatten(), reduction="none").view_as(shares)
+    return (losses * shares).sum() / shares.sum()
+
+
+class Trainer:
+    """Parameters, routers' biases, optimiser and pieces of one target training run."""
+
+    def __init__(self, recipe: Recipe, config: ModelConfig, rank: Rank) -> None:
+        self.recipe, self.config, self.rank = recipe, config, rank
+        initial = network.initial_parameters(config, recipe.seed)
+        self.params = {name: value.to(rank.device).requires_grad_() for name, value in initial.items()}
+        self.biases = torch.zeros(config.n_layers - config.n_dense_layers, config.n_experts, device=rank.device)
+        self.dtype = torch.bfloat16 if rank.device.type == "cuda" else torch.float32
+        compiled = recipe.compile and rank.device.type == "cuda"
+        self.pieces = network.Pieces.compiled() if compiled else network.Pieces()
+        self.loss_of = torch.compile(weighted_loss, dynamic=False) if compiled else weighted_loss
+        self.optimiser = Optimiser(self.params, recipe.rate, recipe.muon_rate)
+
+    def step(self, ids: torch.Tensor, shares: torch.Tensor, scale: float, bias_rate: float) -> torch.Tensor:
+        weights = network.prepare(self.params, self.dtype)
+        hidden, _, loads = network.forward(weights, self.biases, ids, self.config, self.pieces)
+        loss = self.loss_of(hidden, weights["lm_head.weight"], ids, shares)
+        loss.backward()
+        unused = [p for p in self.params.values() if p.grad is None]
+        for parameter in unused:  # the first boundary has one source: its mixture gets no gradient
+            parameter.grad = torch.zeros_like(parameter)
+        self.rank.mean_([*(p.grad for p in self.params.values()), loads])
+        self.optimiser.step(scale)
+        self.biases += bias_rate * torch.sign(loads.mean(-1, keepdim=True) - loads)
+        return loss.detach()
+
+
+def train_target(trainer: Trainer, stream: Stream, out: Path) -> int:
+    """Run the schedule to its end; returns the number of steps."""
+    recipe, rank = trainer.recipe, trainer.rank
+    started, saved, step, phase = time.monotonic(), time.monotonic(), 0, -1
+    batches: Iterator[tuple[np.ndarray, np.ndarray]] = iter(())
+    log = out / "train.jsonl"
+    while True:
+        elapsed = time.monotonic() - started
+        progress = rank.agree(max(step / recipe.steps, elapsed / (60 * recipe.minutes)))
+        if progress >= 1.0:
+            return step
+        if phase_of(recipe, progress) != phase:
+            phase = phase_of(recipe, progress)
+            batches = stream.batches(mixture_of(recipe, phase))
+        ids, shares = to_device(next(batches), rank.device)
+        scale = rate_scale(recipe, step, progress)
+        loss = trainer.step(ids, shares, scale, recipe.bias_rate if progress < recipe.bias_freeze else 0.0)
+        if step % LOG_EVERY == 0 and rank.index == 0:
+            record = {"phase": "target", "step": step, "seconds": round(elapsed, 2), "length": recipe.lengths[phase]}
+            record |= {"loss": round(float(loss), 4), "rate_scale": round(scale, 4), "tokens": (step + 1) * ids.numel() * rank.count}
+            export.append_json(log, record)
+            print(json.dumps(record), flush=True)
+            if time.monotonic() - saved > SAVE_EVERY_S:
+                save(trainer, {}, out)
+                saved = time.monotonic()
+        step += 1
+
+
+def save(trainer: Trainer, draft: network.Parameters, out: Path) -> str:
+    tensors = export.checkpoint_tensors(trainer.params, trainer.biases, draft, trainer.config)
+    return export.save_tensors(tensors, out / "model.safetensors")
+
+
+def environment(rank: Rank) -> dict[str, object]:
+    device = torch.cuda.get_device_name(rank.device) if rank.device.type == "cuda" else platform.processor() or platform.machine()
+    return {"device": device, "devices": rank.count, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def run(recipe: Recipe, out: Path, config: ModelConfig = NANO) -> dict[str, object]:
+    """The whole recipe; returns what `result.json` holds."""
+    out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(recipe.seed)
+    rank, begun = Rank.start(), time.monotonic()
+    if recipe.compile and rank.device.type == "cuda":
+        torch._dynamo.config.recompile_limit = 64
+    stream = Stream(recipe.seed, recipe.workers, rank.index, rank.count)
+    trainer = Trainer(recipe, config, rank)
+    log = out / "train.jsonl"
+    if rank.index == 0:
+        export.append_json(log, {"phase": "start", "recipe": asdict(recipe), **environment(rank)})
+    steps = train_target(trainer, stream, out)
+    if rank.index == 0:
+        save(trainer, {}, out)
+    if rank.count > 1:
+        dist.barrier()
+    draft_params, embedding, draft_steps = train_draft.train(trainer, stream, log)
+    result: dict[str, object] = {}
+    if rank.index == 0:
+        trainer.params["embed_tokens.weight"] = embedding
+        digest = save(trainer, draft_params, out)
+        save_tokenizer(out / "tokenizer.json")
+        exam = examine(trainer, draft_params, recipe.exam_items)
+        result = {"steps": steps, "draft_steps": draft_steps, "sha256": digest, "seconds": round(time.monotonic() - begun, 1)}
+        result |= {"recipe": asdict(recipe), "exam": exam, **environment(rank)}
+        (out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+        export.append_json(log, {"phase": "end", **result})
+    stream.close()
+    if rank.count > 1:
+        dist.destroy_process_group()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    for name, kind in (("seed", int), ("minutes", float), ("draft-minutes", float), ("steps", int), ("rows", int), ("rate", float)):
+        parser.add_argument(f"--{name}", type=kind)
+    for name, kind in (("muon-rate", float), ("workers", int), ("exam-items", int), ("draft-steps", int)):
+        parser.add_argument(f"--{name}", type=kind)
+    parser.add_argument("--lengths", type=lambda text: tuple(map(int, text.split(","))))
+    parser.add_argument("--phase-ends", type=lambda text: tuple(map(float, text.split(","))))
+    parser.add_argument("--no-compile", action="store_true")
+    given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
+    out, plain = given.pop("out"), given.pop("no_compile")
+    print(json.dumps(run(replace(Recipe(), **given, compile=not plain), out)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
