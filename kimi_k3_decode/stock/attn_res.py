@@ -6,44 +6,54 @@ boundary of such a layer adds no delta. At that pre-attention boundary the prefi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 
 from kimi_k3_decode.stock.basic import wide
 
 
-def mix(sources: list[torch.Tensor], norm_D: torch.Tensor, proj_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """Mixture of sources [T, D] in the wide dtype, unrounded.
+def source_scale(x_TD: torch.Tensor, eps: float) -> torch.Tensor:
+    """`rsqrt(mean(x^2) + eps)` [T] of a wide source [T, D]; a saved block's never changes, so it is computed once."""
+    return torch.rsqrt(x_TD.square().mean(-1) + eps)
 
-    `logit_i = <norm * proj, x_i> rsqrt(mean(x_i^2) + eps)`, softmax over the sources, no 1/sqrt(D). One source is returned as it is.
+
+def mix(sources_STD: torch.Tensor, scale_ST: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
+    """Mixture [T, D] of wide sources [S, T, D], unrounded.
+
+    `logit_i = <weight, x_i> scale_i` with weight = norm * projection; softmax over the sources, no 1/sqrt(D).
     """
-    dtype = wide(sources[0].dtype)
-    if len(sources) == 1:
-        return sources[0].to(dtype)
-    stacked_STD = torch.stack(sources).to(dtype)
-    scale_ST = torch.rsqrt(stacked_STD.square().mean(-1) + eps)
-    logits_ST = (stacked_STD @ (norm_D.to(dtype) * proj_D.to(dtype))) * scale_ST
-    return (logits_ST.softmax(0).unsqueeze(-1) * stacked_STD).sum(0)
+    shares_ST = ((sources_STD @ weight_D) * scale_ST).softmax(0)
+    return torch.bmm(shares_ST.T.unsqueeze(1), sources_STD.transpose(0, 1)).squeeze(1)
 
 
-@dataclass
 class Residual:
-    """The residual state of a pass over `T` rows: saved blocks and the running prefix, both in the activation dtype."""
+    """Residual state of a pass over `T` rows: the running prefix in the activation dtype; the saved blocks, wide, with their scales."""
 
-    prefix_TD: torch.Tensor
-    blocks: list[torch.Tensor] = field(default_factory=list)
+    def __init__(self, embedded_TD: torch.Tensor, eps: float) -> None:
+        """The prefix starts as the embedding; the first boundary adds no delta."""
+        self.prefix_TD = embedded_TD
+        self.eps = eps
+        self._blocks: list[torch.Tensor] = []
+        self._scales: list[torch.Tensor] = []
+
+    @property
+    def n_blocks(self) -> int:
+        return len(self._blocks)
 
     def add(self, delta_TD: torch.Tensor) -> None:
         """`p += delta`: added in the wide dtype and rounded once (torch's BF16 addition is exactly that)."""
         self.prefix_TD = self.prefix_TD + delta_TD
 
-    def sources(self) -> list[torch.Tensor]:
-        return [*self.blocks, self.prefix_TD]
+    def write_block(self, restart_TD: torch.Tensor) -> None:
+        """Save the prefix as the next block and restart it at the attention output."""
+        block_TD = self.prefix_TD.to(wide(self.prefix_TD.dtype))
+        self._blocks.append(block_TD)
+        self._scales.append(source_scale(block_TD, self.eps))
+        self.prefix_TD = restart_TD
 
-    def write_block(self) -> None:
-        """Save the prefix as the next block. The caller restarts the prefix with the attention output (`restart`)."""
-        self.blocks.append(self.prefix_TD)
-
-    def restart(self, attention_TD: torch.Tensor) -> None:
-        self.prefix_TD = attention_TD
+    def mixture(self, weight_D: torch.Tensor) -> torch.Tensor:
+        """Mixture of the saved blocks and the prefix, wide and unrounded; with no block the prefix exactly."""
+        prefix_TD = self.prefix_TD.to(wide(self.prefix_TD.dtype))
+        if not self._blocks:
+            return prefix_TD
+        scales_ST = torch.stack([*self._scales, source_scale(prefix_TD, self.eps)])
+        return mix(torch.stack([*self._blocks, prefix_TD]), scales_ST, weight_D)

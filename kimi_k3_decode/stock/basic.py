@@ -20,8 +20,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
     """`x * rsqrt(mean(x^2) + eps) * weight` over the last axis, rounded once to `dtype`."""
     y = x.to(wide(dtype))
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    return (y * weight.to(y.dtype)).to(dtype)
+    return torch.nn.functional.rms_norm(y, weight.shape, weight.to(y.dtype), eps).to(dtype)
 
 
 def l2_normalize(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:

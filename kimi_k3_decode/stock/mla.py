@@ -6,7 +6,7 @@ normed nor rotated, and `sigmoid(g_proj x)` multiplies the heads' output.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -16,8 +16,8 @@ from kimi_k3_decode.config import ModelConfig
 from kimi_k3_decode.stock.basic import linear, rms_norm, wide
 from kimi_k3_decode.weights import MlaWeights
 
-# Context values gathered at a time in decode; bounds memory at a million tokens.
-DECODE_BLOCK_VALUES = 1 << 22
+# Context values gathered at a time in decode: they stay in a core's second-level cache, and memory is bounded at a million tokens.
+DECODE_BLOCK_VALUES = 1 << 18
 # Query rows a prefill attention call takes when there is cached context; bounds the mask.
 PREFILL_QUERY_ROWS = 512
 
@@ -47,9 +47,9 @@ class MlaOperands:
         key_up, value_up = weights.kv_b_ZL.to(dtype).view(heads, nope + value, -1).split((nope, value), dim=1)
         return cls(
             in_proj=torch.cat((weights.q_a_RD, weights.kv_a_YD, weights.g_proj_OD)).to(dtype),
-            q_a_norm_R=weights.q_a_norm_R,
+            q_a_norm_R=weights.q_a_norm_R.to(wide(dtype)),
             q_b_XR=weights.q_b_XR.to(dtype),
-            kv_a_norm_L=weights.kv_a_norm_L,
+            kv_a_norm_L=weights.kv_a_norm_L.to(wide(dtype)),
             kv_b_ZL=weights.kv_b_ZL.to(dtype),
             key_up_HNL=key_up.contiguous(),
             value_up_HLV=value_up.transpose(1, 2).contiguous(),
@@ -138,39 +138,59 @@ def store_step(cache: MlaLayerCache, batch: StepBatch, entries_BQC: torch.Tensor
         cache.pages_PTC[page_BQ, row_BQ] = entries_BQC.to(cache.pages_PTC.dtype)
 
 
+def visible_rows(batch: StepBatch, visible_BR: torch.Tensor, page_tokens: int, first: int, last: int) -> torch.Tensor:
+    """Flat row numbers [B, last - first] of the entries at positions first..last-1; what no query row may see points at the null page."""
+    position_S = torch.arange(first, last, device=visible_BR.device)
+    row_BS = batch.block_table_BN.long()[:, position_S // page_tokens] * page_tokens + position_S % page_tokens
+    return torch.where(position_S < visible_BR.amax(1, keepdim=True), row_BS, NULL_PAGE)
+
+
 def absorbed_attention(
     ops: MlaOperands, query_BRC: torch.Tensor, visible_BR: torch.Tensor, batch: StepBatch, cache: MlaLayerCache
 ) -> torch.Tensor:
     """Softmax attention of absorbed queries over the paged entries: [B, R, latent] wide, R = Q x H.
 
-    Row r sees the first `visible_BR[b, r]` entries (0: the row gives zeros). Pages are taken in blocks with a running maximum and sum, so
-    memory does not grow with the context; entries that no row may see are never used, whatever they hold.
+    Row r sees the first `visible_BR[b, r]` entries (0: the row gives zeros). Requests and positions are taken in blocks, with a running
+    maximum and sum over positions, so memory does not grow with the context. Entries that no row may see are not read.
     """
+    n_requests, _, width = query_BRC.shape
+    page_tokens = cache.pages_PTC.shape[1]
+    longest = max(1, int(visible_BR.max()))
+    positions = min(longest, max(page_tokens, DECODE_BLOCK_VALUES // width))
+    requests = max(1, DECODE_BLOCK_VALUES // (positions * width))
+    parts = []
+    for begin in range(0, n_requests, requests):
+        some = slice(begin, begin + requests)
+        block = replace(batch, block_table_BN=batch.block_table_BN[some])
+        parts.append(_attend_blocks(ops, query_BRC[some], visible_BR[some], block, cache, positions))
+    return torch.cat(parts)
+
+
+def _attend_blocks(
+    ops: MlaOperands, query_BRC: torch.Tensor, visible_BR: torch.Tensor, batch: StepBatch, cache: MlaLayerCache, positions: int
+) -> torch.Tensor:
     high = wide(query_BRC.dtype)
     n_requests, n_rows, width = query_BRC.shape
+    flat_SC = cache.pages_PTC.view(-1, width)
     page_tokens = cache.pages_PTC.shape[1]
-    table_BN = batch.block_table_BN.long()
-    n_pages = min(table_BN.shape[1], -(-int(visible_BR.max()) // page_tokens))
-    shortest = int(visible_BR.min())
-    block_pages = max(1, DECODE_BLOCK_VALUES // (n_requests * page_tokens * width))
+    shortest, longest = int(visible_BR.min()), int(visible_BR.max())
     query = query_BRC.to(high) * ops.scale
     peak = query.new_full((n_requests, n_rows, 1), float("-inf"))
     total, mixed = query.new_zeros(n_requests, n_rows, 1), query.new_zeros(n_requests, n_rows, ops.latent)
-    for begin in range(0, n_pages, block_pages):
-        entries_BSC = cache.pages_PTC[table_BN[:, begin : min(begin + block_pages, n_pages)]].flatten(1, 2).to(high)
+    for first in range(0, longest, positions):
+        last = min(first + positions, longest)
+        rows_BS = visible_rows(batch, visible_BR, page_tokens, first, last)
+        entries_BSC = flat_SC.index_select(0, rows_BS.flatten()).to(high).view(n_requests, last - first, width)
         scores = torch.bmm(query, entries_BSC.transpose(1, 2))
-        first, last = begin * page_tokens, begin * page_tokens + entries_BSC.shape[1]
         if last > shortest:
-            position_S = torch.arange(first, last, device=query.device)
-            scores.masked_fill_(position_S >= visible_BR.unsqueeze(-1), float("-inf"))
-            unseen_BS = position_S >= visible_BR.amax(1, keepdim=True)
-            entries_BSC.masked_fill_(unseen_BS.unsqueeze(-1), 0.0)
+            hidden = torch.arange(first, last, device=query.device) >= visible_BR.unsqueeze(-1)
+            scores.masked_fill_(hidden, float("-inf"))
         new_peak = torch.maximum(peak, scores.amax(-1, keepdim=True))
         anchor = new_peak.clamp(min=torch.finfo(high).min)  # a row that sees nothing yet has no finite peak
-        probabilities = torch.exp_(scores.sub_(anchor))
+        shares = torch.exp_(scores.sub_(anchor))
         carried = torch.exp(peak - anchor)
-        total = total * carried + probabilities.sum(-1, keepdim=True)
-        mixed = mixed * carried + torch.bmm(probabilities, entries_BSC[..., : ops.latent])
+        total = total * carried + shares.sum(-1, keepdim=True)
+        mixed = mixed * carried + torch.bmm(shares, entries_BSC[..., : ops.latent])
         peak = new_peak
     return torch.where(total > 0, mixed / total, 0.0)
 

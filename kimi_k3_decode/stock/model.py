@@ -12,8 +12,8 @@ import torch
 
 from kimi_k3_decode.cache import Caches, StepBatch, StepOutput
 from kimi_k3_decode.stock import kda, kda_chunk, mla, moe
-from kimi_k3_decode.stock.attn_res import Residual, mix
-from kimi_k3_decode.stock.basic import linear_wide, rms_norm
+from kimi_k3_decode.stock.attn_res import Residual
+from kimi_k3_decode.stock.basic import linear_wide, rms_norm, wide
 from kimi_k3_decode.weights import KdaWeights, ModelWeights, MoeWeights
 
 # Called as observer(point, layer, tensor); a tensor it returns replaces the one it was shown. Points, in order, rows first (T):
@@ -28,7 +28,7 @@ DEFAULT_CHUNK_TOKENS = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillOutput:
-    """`logits_RV` of each request's last token; when asked for, `all_logits` [n, V] and `taps` [I, n, D] per request over its new tokens."""
+    """`logits_RV` of each request's last token; when asked for, `all_logits` [n, V] and `taps` [I, n, D] of its new tokens."""
 
     logits_RV: torch.Tensor
     all_logits: list[torch.Tensor] | None = None
@@ -50,8 +50,8 @@ class _Segment:
 class _LayerOperands:
     input_norm: torch.Tensor
     post_norm: torch.Tensor
-    attn_res: tuple[torch.Tensor, torch.Tensor]
-    mlp_res: tuple[torch.Tensor, torch.Tensor]
+    attn_res_D: torch.Tensor  # norm * projection, wide
+    mlp_res_D: torch.Tensor
     attn: kda.KdaOperands | mla.MlaOperands
     mlp: moe.DenseOperands | moe.MoeOperands
 
@@ -78,7 +78,10 @@ class StockPath:
             raise ValueError(f"dtype: got {dtype}, needs bfloat16, float32 or float64")
         self.weights, self.config, self.dtype = weights, weights.config, dtype
         self._embed_VD = weights.embed_VD.to(dtype)
-        self._lm_head_VD = weights.lm_head_VD.to(torch.float64 if dtype == torch.float64 else torch.float32)
+        high = wide(dtype)
+        self._lm_head_VD = weights.lm_head_VD.to(high)
+        self._norm_D = weights.norm.to(high)
+        self._out_res_D = weights.out_res_norm.to(high) * weights.out_res_proj.to(high)
         self._layers = [self._prepare(layer) for layer in range(self.config.n_layers)]
         self._tap_layers = self.config.draft.target_layer_ids if self.config.draft else ()
 
@@ -89,13 +92,17 @@ class StockPath:
             attn = kda.KdaOperands.prepare(w.attn, config, self.dtype)
         else:
             attn = mla.MlaOperands.prepare(w.attn, config, self.dtype)
-        is_moe = isinstance(w.mlp, MoeWeights)
-        mlp = moe.MoeOperands.prepare(w.mlp, config, self.dtype) if is_moe else moe.DenseOperands.prepare(w.mlp, self.dtype)
+        mlp: moe.DenseOperands | moe.MoeOperands
+        if isinstance(w.mlp, MoeWeights):
+            mlp = moe.MoeOperands.prepare(w.mlp, config, self.dtype)
+        else:
+            mlp = moe.DenseOperands.prepare(w.mlp, self.dtype)
+        high = wide(self.dtype)
         return _LayerOperands(
-            input_norm=w.input_norm,
-            post_norm=w.post_norm,
-            attn_res=(w.attn_res_norm, w.attn_res_proj),
-            mlp_res=(w.mlp_res_norm, w.mlp_res_proj),
+            input_norm=w.input_norm.to(high),
+            post_norm=w.post_norm.to(high),
+            attn_res_D=w.attn_res_norm.to(high) * w.attn_res_proj.to(high),
+            mlp_res_D=w.mlp_res_norm.to(high) * w.mlp_res_proj.to(high),
             attn=attn,
             mlp=mlp,
         )
@@ -204,26 +211,25 @@ class StockPath:
     # ---- the layer loop both share ----
     def _run(self, tokens_T: torch.Tensor, attend: Attend, routing: Routing, observer: Observer | None, taps: bool) -> _Pass:
         config, eps = self.config, self.config.rms_norm_eps
-        residual = Residual(self._embed_VD[tokens_T])
+        residual = Residual(self._embed_VD[tokens_T], eps)
         tapped: list[torch.Tensor] = []
         chosen: Routing = {}
         for layer, w in enumerate(self._layers):
-            x_TD = rms_norm(mix(residual.sources(), *w.attn_res, eps), w.input_norm, eps, self.dtype)
+            x_TD = rms_norm(residual.mixture(w.attn_res_D), w.input_norm, eps, self.dtype)
             delta_TD = _seen(observer, "attn_out", layer, attend(layer, _seen(observer, "attn_in", layer, x_TD)))
             if config.writes_block(layer):
-                residual.write_block()
-                residual.restart(delta_TD)
+                residual.write_block(restart_TD=delta_TD)
             else:
                 residual.add(delta_TD)
-            x_TD = rms_norm(mix(residual.sources(), *w.mlp_res, eps), w.post_norm, eps, self.dtype)
+            x_TD = rms_norm(residual.mixture(w.mlp_res_D), w.post_norm, eps, self.dtype)
             mlp_TD, ids_TK = self.mlp(layer, _seen(observer, "mlp_in", layer, x_TD), routing)
             residual.add(_seen(observer, "mlp_out", layer, mlp_TD))
             if ids_TK is not None:
                 chosen[layer] = ids_TK
             if taps and layer in self._tap_layers:
                 tapped.append(residual.prefix_TD)
-        final_TD = mix(residual.sources(), self.weights.out_res_norm, self.weights.out_res_proj, eps).to(self.dtype)
-        hidden_TD = rms_norm(final_TD, self.weights.norm, eps, self.dtype)
+        final_TD = residual.mixture(self._out_res_D).to(self.dtype)
+        hidden_TD = rms_norm(final_TD, self._norm_D, eps, self.dtype)
         return _Pass(
             hidden_TD=_seen(observer, "final_in", config.n_layers, hidden_TD),
             taps_ITD=torch.stack(tapped) if taps else None,

@@ -50,7 +50,7 @@ class MoeOperands:
             router_ED=weights.router_ED.to(high),
             router_bias_E=weights.router_bias_E.to(high),
             latent_down_LD=weights.latent_down_LD.to(dtype),
-            latent_norm_L=weights.latent_norm_L,
+            latent_norm_L=weights.latent_norm_L.to(high),
             latent_up_DL=weights.latent_up_DL.to(dtype),
             w13=torch.cat((weights.w1.dequantize(dtype), weights.w3.dequantize(dtype)), dim=1),
             w2=weights.w2.dequantize(high),
