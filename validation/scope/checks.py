@@ -13,7 +13,7 @@ from validation.scope.change import EMPTY_TREE, WORKTREE, Change, read_change
 from validation.scope.isolation import RULES
 
 BASES = ("origin/main", "main")
-CLAIM = "C-SCOPE-1"
+CLAIM = "C-SCO-1"
 
 
 def own_change(repository: Path = REPOSITORY) -> tuple[Change, str]:

@@ -16,7 +16,7 @@ from validation.policy import DEFAULT_POLICY, load_policy
 if TYPE_CHECKING:
     from kimi_k3_decode.plan import Deployment
 
-CLAIM = "C-SCOPE-2"
+CLAIM = "C-SCO-1"
 
 # One entry for each row of the scope table of rfc/0001-kimi-k3.md: what to set, and the field every refusal must name.
 UNSUPPORTED_SETTINGS: Mapping[str, Mapping[str, Any]] = {
