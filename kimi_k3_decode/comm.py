@@ -21,27 +21,26 @@ CANONICAL_NAN_WORD = 0x7FFFFFFF  # as one FP32, and as the pair (0x7FFF, 0xFFFF)
 
 @dataclass(frozen=True)
 class _Words:
-    """A dtype's sentinel and canonical NaN as the integer pattern of one element."""
+    """How a dtype's buffer is seen: as `word` integers for the sentinel, as `element` integers for the canonical NaN."""
 
-    integer: torch.dtype
-    sentinels: tuple[int, ...]  # by position inside a 32-bit word, low half first
+    word: torch.dtype
+    sentinel: int
+    element: torch.dtype
     nan: int
 
 
-# FP64 is only for the oracle, whose mailboxes are twice as wide; any NaN payload that arithmetic does not produce will do.
 WORDS = {
-    torch.float32: _Words(torch.int32, (SENTINEL_WORD,), CANONICAL_NAN_WORD),
-    torch.float64: _Words(torch.int64, (0x7FF0000000000000 | SENTINEL_WORD,), 0x7FFFFFFFFFFFFFFF),
-    torch.bfloat16: _Words(torch.int16, (SENTINEL_WORD & 0xFFFF, SENTINEL_WORD >> 16), 0x7FFF),
+    torch.float32: _Words(torch.int32, SENTINEL_WORD, torch.int32, CANONICAL_NAN_WORD),
+    torch.bfloat16: _Words(torch.int32, SENTINEL_WORD, torch.int16, 0x7FFF),
+    # Only the oracle's mailboxes are FP64; any NaN payload that arithmetic does not produce will do.
+    torch.float64: _Words(torch.int64, 0x7FF0000000000000 | SENTINEL_WORD, torch.int64, 0x7FFFFFFFFFFFFFFF),
 }
 
 
 def canonical(data: torch.Tensor) -> torch.Tensor:
-    """`data` with every NaN replaced by the canonical one, so that no 32-bit word of it equals the sentinel. Never aliases `data`."""
+    """`data` with every NaN replaced by the canonical one, so that no word of it equals the sentinel. Never aliases `data`."""
     words = WORDS[data.dtype]
-    return (
-        torch.where(torch.isnan(data).view(data.shape), words.nan, data.contiguous().view(words.integer)).to(words.integer).view(data.dtype)
-    )
+    return data.clone(memory_format=torch.contiguous_format).view(words.element).masked_fill_(torch.isnan(data), words.nan).view(data.dtype)
 
 
 def armed(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -54,19 +53,13 @@ def armed(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def arm(buffer: torch.Tensor) -> None:
     """Write the sentinel over every word of `buffer`."""
     words = WORDS[buffer.dtype]
-    bits = buffer.view(words.integer)
-    for position, sentinel in enumerate(words.sentinels):
-        bits[..., position :: len(words.sentinels)] = sentinel
+    buffer.view(words.word).fill_(words.sentinel)
 
 
 def is_sentinel(buffer: torch.Tensor) -> torch.Tensor:
-    """Which words of `buffer` [..., n] hold the sentinel: boolean [..., n / elements a word]."""
+    """Which words of `buffer` [..., n] hold the sentinel: boolean [..., words]."""
     words = WORDS[buffer.dtype]
-    bits = buffer.view(words.integer)
-    found = bits[..., 0 :: len(words.sentinels)] == words.sentinels[0]
-    for position, sentinel in enumerate(words.sentinels[1:], start=1):
-        found = found & (bits[..., position :: len(words.sentinels)] == sentinel)
-    return found
+    return buffer.view(words.word) == words.sentinel
 
 
 class Mailbox:
@@ -112,11 +105,14 @@ class Mailbox:
         return not bool(is_sentinel(self.buffers[reader][parity]).any())
 
     def consume(self, reader: int, parity: int) -> torch.Tensor:
-        """A copy of the whole message; re-arms the other parity. Raises ContractError when the message is not complete."""
+        """The whole message; re-arms the other parity. Raises ContractError when the message is not complete.
+
+        The tensor is the buffer itself, good until the next message of this mailbox is consumed; whoever needs it longer copies it out.
+        """
         if not self.ready(reader, parity):
             missing = [w for w in range(self.tp) if bool(is_sentinel(self._part(self.buffers[reader][parity], w)).any())]
             raise ContractError(
                 f"Mailbox {self.name}", [f"rank {reader}, parity {parity}: got nothing from ranks {missing}, needs all parts"]
             )
         arm(self.buffers[reader][1 - parity])
-        return self.buffers[reader][parity].clone()
+        return self.buffers[reader][parity]

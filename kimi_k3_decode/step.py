@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from kimi_k3_decode.launches import Launch, launch_graph, layer_plan, plan_diges
 from kimi_k3_decode.operand_weights import Tensors, bind_weights, widen
 from kimi_k3_decode.ops.arithmetic import CONTRACT, EXACT, Arithmetic
 from kimi_k3_decode.ops.contract import Access, Contract, ContractError, Role
+from kimi_k3_decode.ops.operands import BF16
 from kimi_k3_decode.ops.registry import ORACLES, Oracle
 from kimi_k3_decode.plan import padded_requests
 from kimi_k3_decode.weights import ModelWeights
@@ -30,6 +32,19 @@ ARITHMETIC = {
     torch.float32: Arithmetic(dtype=torch.float32, rounds=False),
     torch.float64: EXACT,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prepared:
+    """A launch with everything resolved that does not change from step to step; one a rank and graph."""
+
+    launch: Launch
+    oracle: Oracle
+    weights: Tensors  # by operand name, unpacked experts included
+    inputs: tuple[tuple[str, tuple[str, ...]], ...]  # (operand, buffers); several buffers are stacked
+    outputs: tuple[tuple[str, str], ...]
+    consumes: tuple[tuple[str, Mailbox, int], ...]  # (operand, mailbox, parity)
+    publishes: tuple[tuple[str, Mailbox, int], ...]
 
 
 @dataclass
@@ -80,17 +95,17 @@ class SpecializedPath:
         change = weights_change or (lambda _, bound: bound)
         self._ranks = [_Rank(r, widen(change(r, bind_weights(weights, tp, r)), self.arithmetic.dtype)) for r in range(tp)]
         self._mailboxes: dict[tuple[str, int], Mailbox] = {}
-        self._graphs: dict[tuple[int, int, int, frozenset[int]], list[list[Launch]]] = {}
+        self._graphs: dict[tuple[int, int, int, frozenset[int]], list[list[_Prepared]]] = {}
         self._steps = 0
 
     # ---- the plan ----
-    def graphs(self, rows: int, q: int, *, step: int = 0, forced: frozenset[int] = frozenset()) -> list[list[Launch]]:
-        """The launch list of every rank for `rows` token rows."""
+    def _graphs_of(self, rows: int, q: int, step: int, forced: frozenset[int]) -> list[list[_Prepared]]:
+        """The prepared launches of every rank for `rows` token rows."""
         key = (rows, q, step % 2, forced)
         if key not in self._graphs:
             shards = [Shard(config=self.config, tp=self.tp, rank=r) for r in range(self.tp)]
             made = [launch_graph(self.config, s, rows, q, step=step % 2, forced=forced, top_k=self.top_k) for s in shards]
-            self._graphs[key] = made
+            self._graphs[key] = [[self._prepare(x, rank) for x in graph] for graph, rank in zip(made, self._ranks, strict=True)]
         return self._graphs[key]
 
     # ---- one step ----
@@ -104,14 +119,18 @@ class SpecializedPath:
         requests, q = batch.tokens_BQ.shape
         padded = _pad(batch, padded_requests(requests, q) - requests)
         rows, live = padded.rows, batch.rows
-        graphs = self.graphs(rows, q, step=self._steps, forced=frozenset(routing or ()))
+        graphs = self._graphs_of(rows, q, self._steps, frozenset(routing or ()))
         for rank in self._ranks:
             rank.done = 0
             rank.buffers = {**_tables(padded, live, routing), **self._states(caches, rank.number)}
         self.executed = []
         tapped: dict[int, torch.Tensor] = {}
         chosen: dict[int, torch.Tensor] = {}
-        wanted = _tap_launches(graphs[0], self.config.draft.target_layer_ids) if taps and self.config.draft is not None else {}
+        wanted = (
+            _tap_launches([ready.launch for ready in graphs[0]], self.config.draft.target_layer_ids)
+            if taps and self.config.draft is not None
+            else {}
+        )
 
         def watch(launch: Launch, buffers: Tensors) -> None:
             if launch.id in wanted:
@@ -153,7 +172,7 @@ class SpecializedPath:
         return found
 
     # ---- execution ----
-    def _run(self, graphs: list[list[Launch]], live: int, watch: Callable[[Launch, Tensors], None]) -> None:
+    def _run(self, graphs: list[list[_Prepared]], live: int, watch: Callable[[Launch, Tensors], None]) -> None:
         """Advance every rank's program until all are done; a rank whose next launch polls an incomplete mailbox is passed over."""
         pending = list(self._ranks)
         while pending:
@@ -162,79 +181,67 @@ class SpecializedPath:
                 self._order.shuffle(turn)
             moved = False
             for rank in turn:
-                launch = graphs[rank.number][rank.done]
-                if not self._ready(launch, rank.number):
+                ready = graphs[rank.number][rank.done]
+                # One rank alone never waits for a peer: its own messages are complete once published.
+                if self.tp > 1 and not all(box.ready(rank.number, parity) for _, box, parity in ready.consumes):
                     continue
-                self._execute(launch, rank, live)
+                self._execute(ready, rank, live)
                 if rank.number == 0:
-                    watch(launch, rank.buffers)
+                    watch(ready.launch, rank.buffers)
                 rank.done += 1
                 moved = True
                 if self._order is not None:
                     break
             pending = [rank for rank in pending if rank.done < len(graphs[rank.number])]
             if not moved:
-                waiting = [f"rank {r.number} waits in {graphs[r.number][r.done].id}" for r in pending]
+                waiting = [f"rank {r.number} waits in {graphs[r.number][r.done].launch.id}" for r in pending]
                 raise ContractError("step", [*waiting, "no rank can move"])
 
-    def _consumed(self, launch: Launch) -> list[tuple[str, str]]:
-        """(operand, buffer) of the mailboxes this launch polls."""
-        boxes = launch.contract.of_role(Role.MAILBOX)
-        return [(o.name, launch.bindings[o.name][0]) for o in boxes if o.access is Access.READ_WRITE]
-
-    def _ready(self, launch: Launch, rank: int) -> bool:
-        for _, buffer in self._consumed(launch):
-            name, parity = _split_mailbox(buffer)
-            box = self._mailboxes.get((name, launch.contract.parameters["rows"]))
-            if box is None or not box.ready(rank, parity):
-                return False
-        return True
-
-    def _mailbox(self, launch: Launch, operand: str) -> tuple[Mailbox, int]:
-        """The mailbox behind an operand and its parity; made at first use, one a name and prepared row count."""
-        name, parity = _split_mailbox(launch.bindings[operand][0])
-        rows = launch.contract.parameters["rows"]
-        box = self._mailboxes.get((name, rows))
-        if box is None:
-            wide = torch.float64 if self.arithmetic.dtype == torch.float64 else None
-            if not self.arithmetic.rounds and wide is None:
-                wide = torch.float32
-            box = Mailbox(name, launch.contract[operand], self.tp, wide)
-            self._mailboxes[(name, rows)] = box
-        return box, parity
-
-    def _execute(self, launch: Launch, rank: _Rank, live: int) -> None:
-        operands: Tensors = {}
+    def _prepare(self, launch: Launch, rank: _Rank) -> _Prepared:
+        found: dict[str, list[Any]] = {"inputs": [], "outputs": [], "consumes": [], "publishes": []}
+        weights: Tensors = {}
         for operand in launch.contract.operands:
             bound = launch.bindings[operand.name]
             if operand.role is Role.WEIGHT:
-                operands[operand.name] = rank.weights[bound[0]]
+                weights[operand.name] = rank.weights[bound[0]]
             elif operand.role is Role.MAILBOX:
-                if operand.access is Access.READ_WRITE:
-                    box, parity = self._mailbox(launch, operand.name)
-                    operands[operand.name] = box.consume(rank.number, parity)
-            elif operand.role not in (Role.OUTPUT, Role.SCRATCH):
-                stacked = operand.name == "blocks_NTD"
-                operands[operand.name] = torch.stack([rank.buffers[b] for b in bound]) if stacked else rank.buffers[bound[0]]
+                side = "publishes" if operand.access is Access.WRITE else "consumes"
+                found[side].append((operand.name, *self._mailbox(launch, operand.name)))
+            elif operand.role is Role.OUTPUT:
+                found["outputs"].append((operand.name, bound[0]))
+            elif operand.role is not Role.SCRATCH:
+                found["inputs"].append((operand.name, bound))
         if launch.op in ("experts_up", "experts_down"):
-            operands.update(_unpacked(launch.id, rank.weights))
-        if "pages_STM" in operands and launch.contract.parameters.get("cache_dtype") != "bfloat16":
-            operands["cache_scale"] = rank.buffers[launch.bindings["pages_STM"][0].replace(".pages", ".scale")]
-        found = self.oracles[launch.op](self.config, launch.contract, operands, self.arithmetic)
+            weights.update(_unpacked(launch.id, rank.weights))
+        if launch.contract.parameters.get("cache_dtype", BF16) != BF16:
+            found["inputs"].append(("cache_scale", (launch.bindings["pages_STM"][0].replace(".pages", ".scale"),)))
+        lists = {name: tuple(entries) for name, entries in found.items()}
+        return _Prepared(launch=launch, oracle=self.oracles[launch.op], weights=weights, **lists)
+
+    def _mailbox(self, launch: Launch, operand: str) -> tuple[Mailbox, int]:
+        """The mailbox behind an operand and its parity; one a name and prepared row count."""
+        name, parity = launch.bindings[operand][0].rsplit(".", 1)
+        key = (name, launch.contract.parameters["rows"])
+        if key not in self._mailboxes:
+            dtype = None if self.arithmetic.rounds else self.arithmetic.dtype
+            self._mailboxes[key] = Mailbox(name, launch.contract[operand], self.tp, dtype)
+        return self._mailboxes[key], int(parity)
+
+    def _execute(self, ready: _Prepared, rank: _Rank, live: int) -> None:
+        operands = dict(ready.weights)
+        for name, bound in ready.inputs:
+            operands[name] = torch.stack([rank.buffers[b] for b in bound]) if name == "blocks_NTD" else rank.buffers[bound[0]]
+        for name, box, parity in ready.consumes:
+            operands[name] = box.consume(rank.number, parity)
+        contract = ready.launch.contract
+        found = ready.oracle(self.config, contract, operands, self.arithmetic)
         if self.checked:
-            found = _check_shapes(launch.contract, operands, found, live)
-        for operand in launch.contract.operands:
-            if operand.role is Role.OUTPUT:
-                rank.buffers[launch.bindings[operand.name][0]] = found[operand.name]
-            elif operand.role is Role.MAILBOX and operand.access is Access.WRITE:
-                box, parity = self._mailbox(launch, operand.name)
-                box.publish(rank.number, parity, found[operand.name])
-        self.executed.append(launch.id)
-
-
-def _split_mailbox(buffer: str) -> tuple[str, int]:
-    name, parity = buffer.rsplit(".", 1)
-    return name, int(parity)
+            found = _check_shapes(contract, operands, found, live)
+        for name, buffer in ready.outputs:
+            rank.buffers[buffer] = found[name]
+        for name, box, parity in ready.publishes:
+            box.publish(rank.number, parity, found[name])
+        self.executed.append(ready.launch.id)
 
 
 def _unpacked(launch_id: str, weights: Tensors) -> Tensors:

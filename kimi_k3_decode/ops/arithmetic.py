@@ -23,7 +23,7 @@ class Arithmetic:
     rounds: bool
 
     def wide(self, x: torch.Tensor) -> torch.Tensor:
-        return x.to(self.dtype)
+        return x if x.dtype is self.dtype else x.to(self.dtype)
 
     def bf16(self, x: torch.Tensor) -> torch.Tensor:
         """A rounding point: nearest BF16, ties to even, still carried in `dtype`."""
@@ -48,9 +48,9 @@ class Arithmetic:
 
     def sum_ranks(self, parts_RTD: torch.Tensor) -> torch.Tensor:
         """Sum over ranks in rank order, rounded to BF16 once (kimi-k3 rounding points)."""
-        total = self.wide(parts_RTD[0])
+        total = self.wide(parts_RTD[0]).clone()
         for part_TD in parts_RTD[1:]:
-            total = total + part_TD
+            total += part_TD
         return self.bf16(total)
 
 

@@ -18,7 +18,7 @@ def lm_head(config: ModelConfig, contract: Contract, operands: Operands, arithme
 
 def sample(config: ModelConfig, contract: Contract, operands: Operands, arithmetic: Arithmetic) -> Outputs:
     """logits_TV copied out, and the largest of each row; ties go to the lower id."""
-    logits_TV, top_k = arithmetic.wide(operands["logits_box_TV"]), contract.parameters["top_k"]
+    logits_TV, top_k = arithmetic.wide(operands["logits_box_TV"]).clone(), contract.parameters["top_k"]
     if top_k == 1:
         top_logits_TZ, top_ids_TZ = logits_TV.max(dim=-1, keepdim=True)
         # max() promises no order among equals; the first equal position is the lowest id.

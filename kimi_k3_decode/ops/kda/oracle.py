@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from kimi_k3_decode.config import ModelConfig
@@ -31,12 +33,13 @@ def recur(
 
     `decay` is exp(g) per key channel. The state is held [V, K], the transpose of the mathematics.
     """
-    state_BHVK.mul_(decay_BHK.unsqueeze(2))
-    seen_BHV = torch.matmul(state_BHVK, k_BHK.unsqueeze(-1)).squeeze(-1)
-    delta_BHV = (v_BHV - seen_BHV) * beta_BH.unsqueeze(-1)
-    shape = state_BHVK.shape
-    state_BHVK.view(-1, *shape[2:]).baddbmm_(delta_BHV.reshape(-1, shape[2], 1), k_BHK.reshape(-1, 1, shape[3]))
-    return torch.matmul(state_BHVK, q_BHK.unsqueeze(-1)).squeeze(-1)
+    flat_NVK = state_BHVK.view(-1, *state_BHVK.shape[2:])
+    q_NK, k_NK, v_NV, decay_NK = (x.flatten(0, 1) for x in (q_BHK, k_BHK, v_BHV, decay_BHK))
+    # (decay ⊙ S) applied to k and to q is S applied to decay ⊙ k and decay ⊙ q, so that one pass over the old state gives both.
+    both_NVU = torch.bmm(flat_NVK, torch.stack((k_NK, q_NK), dim=-1).mul_(decay_NK.unsqueeze(-1)))
+    delta_NV = (v_NV - both_NVU[..., 0]) * beta_BH.reshape(-1, 1)
+    flat_NVK.mul_(decay_NK.unsqueeze(1)).addcmul_(delta_NV.unsqueeze(-1), k_NK.unsqueeze(1))
+    return (both_NVU[..., 1] + (q_NK * k_NK).sum(-1, keepdim=True) * delta_NV).view(v_BHV.shape)
 
 
 def gates(
@@ -51,64 +54,86 @@ def gates(
     return decay_THK, torch.sigmoid(proj_TP[:, begin + head_dim : begin + head_dim + heads])
 
 
+@dataclass(frozen=True)
+class _Requests:
+    """Where each request reads and writes: slots [B, q], the slot its state comes from, and which requests are real."""
+
+    slots_BQ: torch.Tensor
+    source_B: torch.Tensor
+    first_B: torch.Tensor
+    accepted_B: torch.Tensor
+    active: torch.Tensor | None  # indices of the real requests; None when all are
+
+    @classmethod
+    def of(cls, operands: Operands) -> _Requests:
+        slots_BQ, accepted_B = operands["slots_BQ"].long(), operands["accepted_B"].long()
+        source_B = slots_BQ.clamp(min=0).gather(1, accepted_B.unsqueeze(1) - 1).squeeze(1)
+        first_B = slots_BQ[:, 0].clamp(min=0)
+        real_B = (first_B > 0) & (source_B > 0)
+        return cls(slots_BQ, source_B, first_B, accepted_B, None if bool(real_B.all()) else real_B.nonzero().squeeze(1))
+
+    @property
+    def rows(self) -> torch.Tensor:
+        return torch.arange(self.slots_BQ.shape[0]) if self.active is None else self.active
+
+
+def window(raw_BQC: torch.Tensor, requests: _Requests, conv_SW3C: torch.Tensor) -> torch.Tensor:
+    """[3 taps before the anchor | q raw rows] of each request; stores all but the first entry back in its first slot.
+
+    Entry i of a stored window is token i - 2 of the step that wrote it: the taps before the next anchor start at accepted - 1.
+    """
+    offset_BU = requests.accepted_B.unsqueeze(1) - 1 + torch.arange(KEPT_TAPS)
+    taps_BUC = conv_SW3C[requests.first_B.unsqueeze(1), offset_BU].flatten(2).to(raw_BQC.dtype)
+    found_BUC = torch.cat((taps_BUC, raw_BQC), dim=1)
+    kept_BUC, slot_B = found_BUC[:, 1:], requests.first_B
+    if requests.active is not None:
+        kept_BUC, slot_B = kept_BUC[requests.active], slot_B[requests.active]
+    conv_SW3C[slot_B, : kept_BUC.shape[1]] = kept_BUC.unflatten(2, (3, -1)).to(conv_SW3C.dtype)
+    return found_BUC
+
+
+def unit(x: torch.Tensor) -> torch.Tensor:
+    """L2 norm over the last axis: x · rsqrt(Σx² + 1e-6)."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+
+
 def oracle(config: ModelConfig, contract: Contract, operands: Operands, arithmetic: Arithmetic) -> Outputs:
-    """out_TC; updates conv_SW3C and state_SHVK in place (slots > 0 only). Rounding points: the conv state (as stored) and out_TC."""
+    """out_TC, and o_BQHV before its norm; updates conv_SW3C and state_SHVK in place (slots > 0 only).
+
+    Rounding points: the conv state (as stored) and out_TC. Rows of padding requests are zero.
+    """
     wide, q = arithmetic.wide, contract.parameters["q"]
     proj_TP = wide(operands["proj_TP"])
     heads, head_dim = operands["a_log_H"].shape[0], config.kda_head_dim
     width = heads * head_dim
-    slots_BQ, conv_SW3C, state_SHVK = operands["slots_BQ"].long(), operands["conv_SW3C"], operands["state_SHVK"]
-    requests = slots_BQ.shape[0]
-    accepted_B = operands["accepted_B"].long()
-    source_B = slots_BQ.clamp(min=0).gather(1, accepted_B.unsqueeze(1) - 1).squeeze(1)
-    first_B = slots_BQ[:, 0].clamp(min=0)
-    active_B = (first_B > 0) & (source_B > 0)
-    # Entry i of a stored window is token i - 2 of the step that wrote it: the three taps before the next anchor start at accepted - 1.
-    offset_BU = accepted_B.unsqueeze(1) - 1 + torch.arange(KEPT_TAPS)
-    raw_BQC = proj_TP[:, : 3 * width].view(requests, q, 3 * width)
-    taps_BUC = wide(conv_SW3C[first_B.unsqueeze(1), offset_BU].flatten(2))
-    window_BUC = torch.cat((taps_BUC, raw_BQC), dim=1)
-    if bool(active_B.all()):
-        conv_SW3C[first_B, : q + KEPT_TAPS - 1] = window_BUC[:, 1:].unflatten(2, (3, width)).to(conv_SW3C.dtype)
-    else:
-        kept = window_BUC[active_B, 1:].unflatten(2, (3, width))
-        conv_SW3C[first_B[active_B], : q + KEPT_TAPS - 1] = kept.to(conv_SW3C.dtype)
-    mixed = convolve(window_BUC, wide(operands["conv_weight_CW"])).view(requests, q, 3, heads, head_dim)
+    requests = _Requests.of(operands)
+    window_BUC = window(proj_TP[:, : 3 * width].unflatten(0, (-1, q)), requests, operands["conv_SW3C"])
+    mixed = convolve(window_BUC, wide(operands["conv_weight_CW"])).unflatten(2, (3, heads, head_dim))
     q_BQHK, k_BQHK, v_BQHV = mixed.unbind(2)
-    q_BQHK = q_BQHK * (torch.rsqrt(q_BQHK.square().sum(-1, keepdim=True) + L2_EPS) * head_dim**-0.5)
-    k_BQHK = k_BQHK * torch.rsqrt(k_BQHK.square().sum(-1, keepdim=True) + L2_EPS)
     decay_THK, beta_TH = gates(proj_TP, wide(operands["f_b_CK"]), wide(operands["a_log_H"]), wide(operands["dt_bias_C"]), config)
-    decay_BQHK, beta_BQH = decay_THK.view(requests, q, heads, head_dim), beta_TH.view(requests, q, heads)
-    out_BQHV = torch.zeros_like(v_BQHV)
-    group = max(1, STATE_BYTES_AT_ONCE // (width * head_dim * 4))
-    rows = torch.arange(requests) if bool(active_B.all()) else active_B.nonzero().squeeze(1)
-    for part in rows.split(group):
-        _recur_group(part, source_B, slots_BQ, state_SHVK, (q_BQHK, k_BQHK, v_BQHV, decay_BQHK, beta_BQH), out_BQHV, arithmetic)
-    normed = arithmetic.rms_norm(out_BQHV, operands["o_norm_V"], O_NORM_EPS).view(requests * q, width)
-    gate_TC = torch.sigmoid(proj_TP[:, 3 * width : 4 * width])
-    out_TC = arithmetic.bf16(normed * gate_TC)
-    if not bool(active_B.all()):
-        out_TC = torch.where(active_B.repeat_interleave(q).unsqueeze(1), out_TC, out_TC.new_zeros(()))
+    tokens = (unit(q_BQHK) * head_dim**-0.5, unit(k_BQHK), v_BQHV, decay_THK.unflatten(0, (-1, q)), beta_TH.unflatten(0, (-1, q)))
+    out_BQHV = recur_requests(tokens, requests, operands["state_SHVK"], arithmetic)
+    normed_TC = arithmetic.rms_norm(out_BQHV, operands["o_norm_V"], O_NORM_EPS).flatten(2).flatten(0, 1)
+    out_TC = arithmetic.bf16(normed_TC * torch.sigmoid(proj_TP[:, 3 * width : 4 * width]))
+    if requests.active is not None:
+        zero_TC = torch.zeros_like(out_TC).unflatten(0, (-1, q))
+        zero_TC[requests.active] = out_TC.unflatten(0, (-1, q))[requests.active]
+        out_TC = zero_TC.flatten(0, 1)
     return {"out_TC": out_TC, "o_BQHV": out_BQHV}
 
 
-def _recur_group(
-    part: torch.Tensor,
-    source_B: torch.Tensor,
-    slots_BQ: torch.Tensor,
-    state_SHVK: torch.Tensor,
-    tokens: tuple[torch.Tensor, ...],
-    out_BQHV: torch.Tensor,
-    arithmetic: Arithmetic,
-) -> None:
-    """All tokens of the requests in `part` (indices), writing each token's state to its slot if > 0."""
-    q_BQHK, k_BQHK, v_BQHV, decay_BQHK, beta_BQH = (x[part] for x in tokens)
-    state_BHVK = arithmetic.wide(state_SHVK[source_B[part]])
-    for t in range(slots_BQ.shape[1]):
-        out_BQHV[part, t] = recur(state_BHVK, q_BQHK[:, t], k_BQHK[:, t], v_BQHV[:, t], decay_BQHK[:, t], beta_BQH[:, t])
-        slot_B = slots_BQ[part, t]
-        if bool((slot_B > 0).all()):
-            state_SHVK[slot_B] = state_BHVK.to(state_SHVK.dtype)
-        else:
+def recur_requests(tokens: tuple[torch.Tensor, ...], requests: _Requests, state_SHVK: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
+    """All tokens (q, k, v, decay, beta, each [B, q, H, ...]) of all real requests: o [B, q, H, V]; states go to slots > 0."""
+    out_BQHV = torch.zeros_like(tokens[2])
+    group = max(1, STATE_BYTES_AT_ONCE // (state_SHVK[0].numel() * state_SHVK.element_size()))
+    buffer_BHVK = state_SHVK.new_empty(min(group, out_BQHV.shape[0]), *state_SHVK.shape[1:])
+    for part in requests.rows.split(group):
+        q_BQHK, k_BQHK, v_BQHV, decay_BQHK, beta_BQH = (x.index_select(0, part) for x in tokens)
+        torch.index_select(state_SHVK, 0, requests.source_B[part], out=buffer_BHVK[: part.shape[0]])
+        state_BHVK = arithmetic.wide(buffer_BHVK[: part.shape[0]])
+        for t, slot_B in enumerate(requests.slots_BQ[part].unbind(1)):
+            out_BQHV[part, t] = recur(state_BHVK, q_BQHK[:, t], k_BQHK[:, t], v_BQHV[:, t], decay_BQHK[:, t], beta_BQH[:, t])
             written = slot_B > 0
-            state_SHVK[slot_B[written]] = state_BHVK[written].to(state_SHVK.dtype)
+            kept = (slot_B, state_BHVK) if bool(written.all()) else (slot_B[written], state_BHVK[written])
+            state_SHVK.index_copy_(0, kept[0], kept[1].to(state_SHVK.dtype))
+    return out_BQHV

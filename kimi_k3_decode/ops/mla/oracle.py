@@ -92,14 +92,17 @@ def _attend(
     seen_BQ = lengths_B.unsqueeze(1) + 1 + torch.arange(q)
     cached_BXUM = _gather(operands, position_BXU, inside_BXU & (position_BXU < seen_BQ[:, -1].view(-1, 1, 1)), arithmetic)
     splits, tokens = position_BXU.shape[1:]
-    scores = torch.matmul(q_BRM.unsqueeze(1), cached_BXUM.transpose(-1, -2))  # [B, X, q·heads, U]
+    cached_NUM = cached_BXUM.flatten(0, 1)
+    q_NRM = q_BRM.repeat_interleave(splits, dim=0) if splits > 1 else q_BRM
+    scores = torch.bmm(q_NRM, cached_NUM.transpose(1, 2))  # N = requests · splits
     seen_BXQU = inside_BXU.unsqueeze(2) & (position_BXU.unsqueeze(2) < seen_BQ.view(-1, 1, q, 1))
-    scores = scores.view(requests, splits, q, rows // q, tokens).masked_fill_(~seen_BXQU.unsqueeze(3), -torch.inf).view_as(scores)
+    scores.view(requests, splits, q, rows // q, tokens).masked_fill_(~seen_BXQU.unsqueeze(3), -torch.inf)
     peak = scores.amax(-1, keepdim=True)
-    share = torch.exp(scores - torch.where(peak == -torch.inf, 0.0, peak))
+    share = scores.sub_(torch.where(peak == -torch.inf, 0.0, peak)).exp_()
     total = share.sum(-1, keepdim=True)
-    mixed = torch.matmul(arithmetic.bf16(share), cached_BXUM[..., :latent]) / torch.where(total == 0, 1.0, total)
-    return mixed.transpose(0, 1), (peak + torch.log(total)).squeeze(-1).transpose(0, 1)
+    mixed = torch.bmm(arithmetic.bf16(share), cached_NUM[..., :latent]) / torch.where(total == 0, 1.0, total)
+    lse = (peak + torch.log(total)).squeeze(-1)
+    return tuple(x.unflatten(0, (requests, splits)).transpose(0, 1) for x in (mixed, lse))
 
 
 def _gather(operands: Operands, position: torch.Tensor, real: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:

@@ -32,7 +32,7 @@ def oracle(config: ModelConfig, contract: Contract, operands: Operands, arithmet
         "weights_TZ": weights_TZ,
         "offsets_E": offsets_E,
         "pairs_N": pairs_N,
-        "latent_TL": arithmetic.wide(operands["latent_box_TL"]),
+        "latent_TL": arithmetic.wide(operands["latent_box_TL"]).clone(),
     }
 
 
