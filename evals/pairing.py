@@ -13,9 +13,10 @@ import pandas as pd
 
 from evals.stats.paired import Floats, Ints
 
-# What each side's table must hold. `score` in [0, 1] or NaN (no score); `tokens` generated; `truncated` cut by the token limit.
+# What each side's table must hold; other columns are kept beside.
+# `score` in [0, 1] or NaN (no score); `tokens` generated; `truncated` cut by the token limit.
 ANSWER_COLUMNS = ("item", "repeat", "cluster", "prompt_hash", "score", "tokens", "truncated", "text")
-_MIN_TELLING_CHARACTERS = 24  # shorter replies ("The answer is (C)") coincide between items by right
+_MIN_TELLING_CHARACTERS = 16  # shorter replies coincide between items by right
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ def _checked(what: str, answers: pd.DataFrame) -> pd.DataFrame:
         problems.append(f"item and repeat {twice} occur more than once")
     if problems:
         raise ValueError(f"{what} answers: got {'; '.join(problems)}, needs one row an item and repeat with {ANSWER_COLUMNS}")
-    return answers[list(ANSWER_COLUMNS)]
+    return answers
 
 
 def pair_answers(suite: str, stock: pd.DataFrame, candidate: pd.DataFrame) -> PairedAnswers:

@@ -98,7 +98,7 @@ class Monitor:
         """Record a look with standard error `se` (score units). `last` spends everything that is left: the budget ends here."""
         if not se > 0:
             raise ValueError(f"standard error: got {se}, needs a positive number; use the adjusted one, which is never 0")
-        if self.spent and self.spent[-1] >= self.alpha:
+        if self.exhausted:
             raise ValueError(f"looks: got one more after all of alpha {self.alpha} was spent, needs none; start a new run for new evidence")
         information = 1.0 / se**2
         if self.information and information <= self.information[-1]:
@@ -111,6 +111,11 @@ class Monitor:
     def fraction(self) -> float:
         """Information of the latest look over the planned maximum, at most 1; 0 before the first look."""
         return min(self.information[-1] / self.information_max, 1.0) if self.information else 0.0
+
+    @property
+    def exhausted(self) -> bool:
+        """True when all of alpha was spent: no further look is allowed."""
+        return bool(self.spent) and self.spent[-1] >= self.alpha * (1 - 1e-12)
 
     @property
     def critical(self) -> float:
