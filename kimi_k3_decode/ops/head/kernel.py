@@ -1,7 +1,7 @@
 """lm_head: FP32 logits of this rank's vocabulary rows, published as a column block; sample: logits copied out and the largest per row.
 
 lm_head: grid, waits and sums as in device/skinny.py; before the wait only weights are read.
-sample: one block a row. After the wait it polls its row of the box, keeps it in shared memory, re-arms the box, copies the row out and takes
+sample: one block a row. After the wait it polls its row of the box, re-arms the other parity, copies the row out and takes
 the maximum `top_k` times; ties go to the lower id. No rounding.
 """
 
@@ -16,7 +16,7 @@ from cutlass import Float32, Int32
 from kimi_k3_decode.device import memory as mem
 from kimi_k3_decode.device.math import bits_f32, select, shuffle_xor
 from kimi_k3_decode.device.skinny import Skinny, Tiling
-from kimi_k3_decode.device.sync import SENTINEL_F32, block_sync, grid_release, grid_wait, poll_b128, publish_f32
+from kimi_k3_decode.device.sync import block_sync, grid_release, grid_wait, poll_b128, publish_f32x2, rearm_b128
 
 THREADS = 512
 LOWEST = -3.4028234663852886e38
@@ -51,7 +51,7 @@ class LmHead:
             for m in cutlass.range_constexpr(t.m_tiles):
                 column = (tile * t.m_tiles + m) * t.tile_m + row
                 if column < self.vocab_rows:
-                    publish_f32(logits, token * self.vocab + rank * self.vocab_rows + column, values[m])
+                    publish_f32x2(logits, token * self.vocab + rank * self.vocab_rows + column, *values[m])
 
         self.core.run(x, rows, self.n_tiles, source, finish, None)
 
@@ -67,6 +67,7 @@ class Sample:
     def __call__(
         self,
         logits_box_TV: cute.Pointer,
+        other_box_TV: cute.Pointer,
         logits_TV: cute.Pointer,
         top_ids_TZ: cute.Pointer,
         top_logits_TZ: cute.Pointer,
@@ -75,7 +76,7 @@ class Sample:
         pdl: Int32,
         stream: Any,
     ):
-        self.kernel(logits_box_TV, logits_TV, top_ids_TZ, top_logits_TZ, health_N, rows).launch(
+        self.kernel(logits_box_TV, other_box_TV, logits_TV, top_ids_TZ, top_logits_TZ, health_N, rows).launch(
             grid=[rows, 1, 1], block=[THREADS, 1, 1], smem=self.shared_bytes, stream=stream, use_pdl=pdl
         )
 
@@ -83,6 +84,7 @@ class Sample:
     def kernel(
         self,
         logits_box_TV: cute.Pointer,
+        other_box_TV: cute.Pointer,
         logits_TV: cute.Pointer,
         top_ids_TZ: cute.Pointer,
         top_logits_TZ: cute.Pointer,
@@ -90,6 +92,7 @@ class Sample:
         rows: Int32,
     ):
         box = mem.Global("logits_box_TV", logits_box_TV, "mailbox")
+        other = mem.Global("other_box_TV", other_box_TV, "mailbox")
         logits = mem.Global("logits_TV", logits_TV, "output")
         top_ids = mem.Global("top_ids_TZ", top_ids_TZ, "output")
         top_logits = mem.Global("top_logits_TZ", top_logits_TZ, "output")
@@ -100,11 +103,10 @@ class Sample:
         base = row * self.vocab
         grid_wait()
         grid_release()
-        armed = (Int32(SENTINEL_F32),) * 4
         for i in cutlass.range(tid, self.vocab // 4, THREADS):
-            words = poll_b128(box, base + i * 4, False, health)
+            words = poll_b128(box, base + i * 4, health)
             mem.store_b128(logits, base + i * 4, words)
-            mem.store_b128(box, base + i * 4, armed)
+            rearm_b128(other, base + i * 4)
         block_sync()
         last = Float32(-LOWEST)
         last_id = Int32(-1)

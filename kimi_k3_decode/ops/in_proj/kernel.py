@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from kimi_k3_decode.device import memory as mem
+from kimi_k3_decode.device.math import pack_bf16
 from kimi_k3_decode.device.skinny import Skinny, Tiling
 
 
@@ -45,6 +46,6 @@ class InProj:
             for m in cutlass.range_constexpr(t.m_tiles):
                 column = (tile * t.m_tiles + m) * t.tile_m + row
                 if column < width:
-                    mem.store_bf16(proj, token * width + column, values[m])
+                    mem.store_b32(proj, token * width + column, pack_bf16(*values[m]))
 
         self.core.run(x, rows, self.n_tiles, source, finish, None)

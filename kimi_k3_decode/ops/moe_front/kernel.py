@@ -14,7 +14,7 @@ from cutlass import Int32
 from kimi_k3_decode.device import memory as mem
 from kimi_k3_decode.device.math import select
 from kimi_k3_decode.device.skinny import Skinny, Tiling
-from kimi_k3_decode.device.sync import publish_bf16, publish_f32
+from kimi_k3_decode.device.sync import publish_bf16x2, publish_f32x2
 
 
 class MoeFront:
@@ -73,10 +73,10 @@ class MoeFront:
             if tile < self.router_tiles:
                 expert = tile * t.tile_m + row
                 if expert < self.router_rows:
-                    publish_f32(logits, token * self.experts + rank * self.router_rows + expert, values[0])
+                    publish_f32x2(logits, token * self.experts + rank * self.router_rows + expert, *values[0])
             else:
                 column = (tile - self.router_tiles) * t.tile_m + row
                 if column < self.latent_rows:
-                    publish_bf16(latents, token * self.latent + rank * self.latent_rows + column, values[0])
+                    publish_bf16x2(latents, token * self.latent + rank * self.latent_rows + column, *values[0])
 
         self.core.run(x, rows, self.n_tiles, source, finish, None)

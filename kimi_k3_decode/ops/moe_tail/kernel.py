@@ -1,7 +1,7 @@
 """latent_reduce: the latent's sum over ranks and its RMSNorm; moe_tail: up-projection rows plus the shared experts, published.
 
 latent_reduce: one cluster a row. After the wait each thread polls its columns of every rank's slot, adds in rank order, rounds to BF16 once,
-re-arms, and the squares are summed over the cluster. moe_tail: device/skinny.py for this rank's rows; all other columns of the partial are
+re-arms the other parity, and the squares are summed over the cluster. moe_tail: device/skinny.py for this rank's rows; all other columns of the partial are
 the shared experts' alone and are published beside it. Before the wait only weights are read.
 """
 
@@ -14,10 +14,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from kimi_k3_decode.device import memory as mem
-from kimi_k3_decode.device.math import bf16_word_f32x2, bits_f32, pack_bf16, round_bf16, rsqrt
+from kimi_k3_decode.device.math import bf16_word_f32x2, bits_f32, pack_bf16, round_bf16, rsqrt, select
 from kimi_k3_decode.device.row import RowCluster
 from kimi_k3_decode.device.skinny import Skinny, Tiling
-from kimi_k3_decode.device.sync import SENTINEL_F32, grid_release, grid_wait, poll_b128, publish_f32
+from kimi_k3_decode.device.sync import grid_release, grid_wait, poll_b128, publish_f32x2, rearm_b128
 
 
 class LatentReduce:
@@ -31,6 +31,7 @@ class LatentReduce:
     def __call__(
         self,
         latent_RTL: cute.Pointer,
+        other_RTL: cute.Pointer,
         norm_L: cute.Pointer,
         latent_normed_TL: cute.Pointer,
         health_N: cute.Pointer,
@@ -38,13 +39,20 @@ class LatentReduce:
         pdl: Int32,
         stream: Any,
     ):
-        self.kernel(latent_RTL, norm_L, latent_normed_TL, health_N, rows).launch(**self.row.launch_options(rows, pdl, stream))
+        self.kernel(latent_RTL, other_RTL, norm_L, latent_normed_TL, health_N, rows).launch(**self.row.launch_options(rows, pdl, stream))
 
     @cute.kernel
     def kernel(
-        self, latent_RTL: cute.Pointer, norm_L: cute.Pointer, latent_normed_TL: cute.Pointer, health_N: cute.Pointer, rows: Int32
+        self,
+        latent_RTL: cute.Pointer,
+        other_RTL: cute.Pointer,
+        norm_L: cute.Pointer,
+        latent_normed_TL: cute.Pointer,
+        health_N: cute.Pointer,
+        rows: Int32,
     ):
         box = mem.Global("latent_RTL", latent_RTL, "mailbox")
+        other = mem.Global("other_RTL", other_RTL, "mailbox")
         norm = mem.Global("norm_L", norm_L, "weight")
         normed = mem.Global("latent_normed_TL", latent_normed_TL, "output")
         health = mem.Global("health_N", health_N, "mailbox")
@@ -52,12 +60,10 @@ class LatentReduce:
         scale = [value for word in mem.load_weight_b64(norm, column) for value in bf16_word_f32x2(word)]
         grid_wait()
         grid_release()
-        total = [Float32(0.0) for _ in range(4)]
-        if active:
-            total = sum_slots(box, health, self.ranks, rows * self.latent, row * self.latent + column)
+        total = sum_slots(box, other, health, self.ranks, rows * self.latent, row * self.latent + column)
         values = [round_bf16(value) for value in total]
         squares = values[0] * values[0] + values[1] * values[1] + values[2] * values[2] + values[3] * values[3]
-        (mean,) = self.row.sum([squares], 0)
+        (mean,) = self.row.sum([select(active, squares, Float32(0.0))], 0)
         factor = rsqrt(mean * Float32(1.0 / self.latent) + Float32(self.eps))
         if active:
             out = [value * factor * weight for value, weight in zip(values, scale, strict=True)]
@@ -66,15 +72,14 @@ class LatentReduce:
 
 
 @cute.jit
-def sum_slots(box: cutlass.Constexpr, health: cutlass.Constexpr, ranks: cutlass.Constexpr, stride: Any, offset: Any):
-    """Four columns summed over the slots of all ranks, in rank order; each slot is re-armed after it was read."""
-    armed = (Int32(SENTINEL_F32),) * 4
+def sum_slots(box: cutlass.Constexpr, other: cutlass.Constexpr, health: cutlass.Constexpr, ranks: cutlass.Constexpr, stride: Any, offset: Any):
+    """Four columns summed over the slots of all ranks, in rank order; the same places of the other parity are re-armed."""
     total = [Float32(0.0) for _ in range(4)]
     for rank in cutlass.range_constexpr(ranks):
-        words = poll_b128(box, rank * stride + offset, False, health)
+        words = poll_b128(box, rank * stride + offset, health)
         for i in cutlass.range_constexpr(4):
             total[i] = bits_f32(words[i]) if rank == 0 else total[i] + bits_f32(words[i])
-        mem.store_b128(box, rank * stride + offset, armed)
+        rearm_b128(other, rank * stride + offset)
     return total
 
 
@@ -121,19 +126,20 @@ class MoeTail:
                 own = (tile * t.m_tiles + m) * t.tile_m + row
                 if own < self.up_rows:
                     column = token * self.hidden + rank * self.up_rows + own
-                    publish_f32(delta, slot + column, values[m] + mem.load_f32(shared, column))
+                    a, b = mem.load_f32x2(shared, column)
+                    publish_f32x2(delta, slot + column, values[m][0] + a, values[m][1] + b)
 
         @cute.jit
         def others():
             block, _, _ = cute.arch.block_idx()
             blocks, _, _ = cute.arch.grid_dim()
-            rest = self.hidden - self.up_rows
+            rest = (self.hidden - self.up_rows) // 2
             for i in cutlass.range(block * t.threads + self.core.tid, rows * rest, blocks * t.threads):
                 token = i // rest
-                column = i % rest
+                column = i % rest * 2
                 if column >= rank * self.up_rows:
                     column = column + self.up_rows
                 at = token * self.hidden + column
-                publish_f32(delta, slot + at, mem.load_f32(shared, at))
+                publish_f32x2(delta, slot + at, *mem.load_f32x2(shared, at))
 
         self.core.run(latent, rows, self.n_tiles, source, finish, others if self.hidden > self.up_rows else None)

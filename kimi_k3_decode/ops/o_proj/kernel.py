@@ -14,7 +14,7 @@ from cutlass import Int32
 
 from kimi_k3_decode.device import memory as mem
 from kimi_k3_decode.device.skinny import Skinny, Tiling
-from kimi_k3_decode.device.sync import publish_f32
+from kimi_k3_decode.device.sync import publish_f32x2
 
 
 class PublishedProduct:
@@ -54,6 +54,6 @@ class PublishedProduct:
             for m in cutlass.range_constexpr(t.m_tiles):
                 column = (tile * t.m_tiles + m) * t.tile_m + row
                 if column < width:
-                    publish_f32(delta, (rank * rows + token) * width + column, values[m])
+                    publish_f32x2(delta, (rank * rows + token) * width + column, *values[m])
 
         self.core.run(a, rows, self.n_tiles, source, finish, None)

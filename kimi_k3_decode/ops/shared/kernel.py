@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from kimi_k3_decode.device import memory as mem
-from kimi_k3_decode.device.math import situ
+from kimi_k3_decode.device.math import pack_bf16, situ
 from kimi_k3_decode.device.skinny import Skinny, Tiling
 
 
@@ -48,7 +48,10 @@ class GatedUp:
         def finish(tile, row, token, values):
             column = tile * t.tile_m + row
             if column < inner:
-                mem.store_bf16(hidden, token * inner + column, situ(values[0], values[1], self.beta, self.linear_beta))
+                (gate_a, gate_b), (up_a, up_b) = values
+                a = situ(gate_a, up_a, self.beta, self.linear_beta)
+                b = situ(gate_b, up_b, self.beta, self.linear_beta)
+                mem.store_b32(hidden, token * inner + column, pack_bf16(a, b))
 
         self.core.run(x, rows, self.n_tiles, source, finish, None)
 
@@ -82,6 +85,6 @@ class Down:
             for m in cutlass.range_constexpr(t.m_tiles):
                 column = (tile * t.m_tiles + m) * t.tile_m + row
                 if column < width:
-                    mem.store_f32(shared, token * width + column, values[m])
+                    mem.store_f32x2(shared, token * width + column, *values[m])
 
         self.core.run(hidden, rows, self.n_tiles, source, finish, None)

@@ -1,0 +1,48 @@
+"""Warp-level matrix products (mma.sync m16n8k16, BF16 in, FP32 out), valid on sm_90a, sm_100a and sm_103a.
+
+Weights are the M operand (16 rows), tokens the N operand (8). The order of k inside a product is free as long as both operands agree, so a
+thread takes eight consecutive k of a row with one 16-byte access and feeds two products: elements 0..3 to the first, 4..7 to the second.
+With lane = 4 * g + t, a thread holds rows g and g + 8 of the weights, token g of x, and the sums (row g, tokens 2t, 2t+1), (row g + 8, ...).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass import Float32, Int32
+from kimi_k3_decode.device.asm import emit
+
+MMA_CODE = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+
+
+def mma(acc: tuple[Any, Any, Any, Any], a: tuple[Any, Any, Any, Any], b: tuple[Any, Any]) -> tuple[Float32, Float32, Float32, Float32]:
+    """acc + A B. `a` = (row g k0 pair, row g+8 k0 pair, row g k1 pair, row g+8 k1 pair), `b` = (k0 pair, k1 pair), two BF16 a word."""
+    return emit(MMA_CODE, (Float32,) * 4, (*a, *b, *acc), memory=False)
+
+
+def mma_pair(acc: Any, low: tuple[Any, ...], high: tuple[Any, ...], x: tuple[Any, ...]) -> Any:
+    """Two products over the 32 k that a quad of lanes holds: `low` and `high` are the 16 bytes of rows g and g + 8, `x` those of token g."""
+    acc = mma(acc, (low[0], high[0], low[1], high[1]), (x[0], x[1]))
+    return mma(acc, (low[2], high[2], low[3], high[3]), (x[2], x[3]))
+
+
+# ---- MXFP4: E2M1 codes to BF16 pairs ----
+def scale_factor(code: Int32) -> Int32:
+    """E8M0 code s to a BF16 pair of 2^(s-1); E2M1 bits placed in a BF16 read as value * 2^-126, so the product is exact.
+
+    Valid for s <= 128 (scales up to 2.0); the launch refuses larger ones, 255 (NaN) among them.
+    """
+    half = (code + Int32(126)) << Int32(7)
+    return half | (half << Int32(16))
+
+
+def decode_word(word: Int32, factor: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+    """Eight codes of a 32-bit word to four BF16 pairs: (code i, code i + 4) for i = 0..3. x must be staged in the same order."""
+    code = (
+        "{ .reg .b32 a, b, s; "
+        "shl.b32 a, $4, 6; shl.b32 s, $4, 12; lop3.b32 b, a, 0x01C001C0, 0, 0xC0; lop3.b32 b, s, 0x80008000, b, 0xEA; mul.rn.bf16x2 $0, b, $5; "
+        "shl.b32 a, $4, 2; shl.b32 s, $4, 8; lop3.b32 b, a, 0x01C001C0, 0, 0xC0; lop3.b32 b, s, 0x80008000, b, 0xEA; mul.rn.bf16x2 $1, b, $5; "
+        "shr.b32 a, $4, 2; shl.b32 s, $4, 4; lop3.b32 b, a, 0x01C001C0, 0, 0xC0; lop3.b32 b, s, 0x80008000, b, 0xEA; mul.rn.bf16x2 $2, b, $5; "
+        "shr.b32 a, $4, 6; lop3.b32 b, a, 0x01C001C0, 0, 0xC0; lop3.b32 b, $4, 0x80008000, b, 0xEA; mul.rn.bf16x2 $3, b, $5; }"
+    )
+    return emit(code, (Int32,) * 4, (word, factor), memory=False)

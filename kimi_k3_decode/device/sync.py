@@ -1,0 +1,126 @@
+"""Waits, barriers and the mailbox protocol.
+
+A mailbox is read and written in 32-bit words (one FP32, two BF16) and a word carries its own readiness: anything but the sentinel is data.
+Producers never store the sentinel (its bits are a NaN that arithmetic does not produce; stores canonicalise all the same). The consumer polls
+with strong loads and meanwhile re-arms the buffer of the other parity, which it finished reading one message ago.
+
+Waiting is bounded: after `BUDGET_NS` a waiter records the sticky health word and goes on, and every later waiter that sees the word stops
+waiting at once, so a step ends instead of hanging. The host must check the word before it uses any result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from kimi_k3_decode.device.asm import emit
+from kimi_k3_decode.device.math import f32_bits, pack_bf16, select
+from kimi_k3_decode.device.memory import Global, store_b128
+from kimi_k3_decode.ops.operands import SENTINEL_WORD
+
+CANONICAL_NAN_WORD = 0x7FFFFFFF
+BUDGET_NS = 2_000_000_000
+SPINS_PER_CLOCK_READ = 256
+
+
+def grid_wait() -> None:
+    """Wait for the grids this launch depends on to finish and flush (PDL). A no-op when launched without the attribute."""
+    cute.arch.griddepcontrol_wait()
+
+
+def grid_release() -> None:
+    """Let dependents start their pre-wait part. Their waits still wait for this grid to end, so this is a hint, never an ordering."""
+    cute.arch.griddepcontrol_launch_dependents()
+
+
+def block_sync() -> None:
+    cute.arch.sync_threads()
+
+
+def warp_sync() -> None:
+    cute.arch.sync_warp()
+
+
+def cluster_sync() -> None:
+    """All threads of all blocks of the cluster; release/acquire, so distributed shared memory written before is readable after."""
+    emit("barrier.cluster.arrive.release.aligned;", (), (), memory=True)
+    emit("barrier.cluster.wait.acquire.aligned;", (), (), memory=True)
+
+
+def globaltimer_ns() -> Int64:
+    return emit("mov.u64 $0, %globaltimer;", (Int64,), (), memory=True)
+
+
+def mailbox_store_b32(x: Global, offset: Any, value: Int32) -> None:
+    """Publish one word: relaxed at system scope, the word itself is the flag, so no fence is needed."""
+    x.require("mailbox")
+    emit("st.relaxed.sys.global.b32 [$0], $1;", (), (x.at(offset), value), memory=True)
+
+
+def mailbox_load_b32(x: Global, offset: Any) -> Int32:
+    x.require("mailbox")
+    return emit("ld.relaxed.sys.global.b32 $0, [$1];", (Int32,), (x.at(offset),), memory=True)
+
+
+def mailbox_load_b128(x: Global, offset: Any) -> tuple[Int32, Int32, Int32, Int32]:
+    x.require("mailbox")
+    return emit("ld.relaxed.sys.global.v4.b32 {$0,$1,$2,$3}, [$4];", (Int32,) * 4, (x.at(offset),), memory=True)
+
+
+def canonical(word: Int32) -> Int32:
+    """The word itself, or the canonical NaN where its bits are the sentinel's."""
+    return select(word == SENTINEL_WORD, Int32(CANONICAL_NAN_WORD), word)
+
+
+def publish_f32x2(boxes: Any, offset: Any, a: Float32, b: Float32) -> None:
+    """Store two adjacent FP32 elements (8-byte aligned) in the box of every rank."""
+    words = canonical(f32_bits(a)), canonical(f32_bits(b))
+    for box in boxes:
+        box.require("mailbox")
+        emit("st.relaxed.sys.global.v2.b32 [$0], {$1,$2};", (), (box.at(offset), *words), memory=True)
+
+
+def publish_bf16x2(boxes: Any, offset: Any, a: Float32, b: Float32) -> None:
+    """Round and store two adjacent BF16 elements as one word in the box of every rank."""
+    word = canonical(pack_bf16(a, b))
+    for box in boxes:
+        mailbox_store_b32(box, offset, word)
+
+
+def rearm_b128(box: Global, offset: Any) -> None:
+    """Four sentinels; an ordinary store, because the next writer is ordered behind this launch by the exchanges in between."""
+    box.require("mailbox")
+    store_b128(box, offset, (Int32(SENTINEL_WORD),) * 4)
+
+
+def _ready(words: Any) -> Int32:
+    ready = Int32(1)
+    for word in words:
+        ready = ready & Int32(word != SENTINEL_WORD)
+    return ready
+
+
+@cute.jit
+def poll_b128(box: cutlass.Constexpr, offset: Any, health: cutlass.Constexpr):
+    """Four words once none is the sentinel; after the budget whatever is there."""
+    a, b, c, d = mailbox_load_b128(box, offset)
+    ready = _ready((a, b, c, d))
+    spins = Int32(0)
+    begin = Int64(0)
+    while ready == 0:
+        a, b, c, d = mailbox_load_b128(box, offset)
+        ready = _ready((a, b, c, d))
+        spins = spins + 1
+        if spins % SPINS_PER_CLOCK_READ == 0:
+            now = globaltimer_ns()
+            if begin == 0:
+                begin = now
+            late = Int32(now - begin > BUDGET_NS)
+            sick = mailbox_load_b32(health, 0)
+            if late != 0:
+                mailbox_store_b32(health, 0, Int32(1))
+            if (late | Int32(sick != 0)) != 0:
+                ready = Int32(1)
+    return a, b, c, d

@@ -1,0 +1,40 @@
+"""Launch parameters of route."""
+
+from __future__ import annotations
+
+from kimi_k3_decode.config import ModelConfig
+from kimi_k3_decode.device.launcher import PDL, ROWS, KernelSpec, health, no_scalars, operand, other
+from kimi_k3_decode.ops.contract import Contract
+from kimi_k3_decode.ops.route.kernel import Route
+
+def spec(config: ModelConfig, contract: Contract) -> KernelSpec:
+    """One routing block up to 8 rows (a warp a row), a cluster of 8 above."""
+    forced = contract.parameters["forced"]
+    list_blocks = 1 if contract.parameters["rows"] <= 8 else 8
+    kernel = Route(
+        config.n_experts,
+        config.n_experts_per_token,
+        config.moe_latent_size,
+        config.routed_scaling_factor,
+        forced=forced,
+        list_blocks=list_blocks,
+    )
+    return KernelSpec(
+        op="route",
+        variant=f"e{config.n_experts}-z{config.n_experts_per_token}-l{config.moe_latent_size}-b{list_blocks}{'-forced' if forced else ''}",
+        make=lambda: kernel,
+        params=(
+            operand(contract, "logits_TE"),
+            operand(contract, "latent_box_TL"),
+            other(contract, "logits_TE"),
+            other(contract, "latent_box_TL"),
+            *(
+                operand(contract, name)
+                for name in ("bias_E", "live_rows_N", "forced_TZ", "ids_TZ", "weights_TZ", "offsets_E", "pairs_N", "latent_TL")
+            ),
+            health(),
+            ROWS,
+            PDL,
+        ),
+        scalars=no_scalars,
+    )
