@@ -32,9 +32,7 @@ def load_checkpoint(folder: str | Path, *, strict_config: bool = True) -> ModelW
     """Read and check a checkpoint folder. Raises CheckpointError (tensors, files) or Unsupported (config.json), each with all reasons."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise CheckpointError(
-            f"checkpoint {folder}", ("folder: does not exist or is not a folder; give the folder that holds config.json",)
-        )
+        raise CheckpointError(f"checkpoint {folder}", ("folder: is not a folder; give the one that holds config.json",))
     config = read_config(folder / CONFIG_FILE, strict=strict_config)
     reasons: list[str] = []
     tensors = _read_index(folder, reasons) if (folder / INDEX_FILE).exists() else _read_file(folder / SINGLE_FILE, reasons)
@@ -72,7 +70,7 @@ def save_sharded(weights: ModelWeights, folder: str | Path, n_files: int) -> Non
     for name, tensor in table.items():
         parts[min(done * n_files // max(total, 1), n_files - 1)][name] = tensor
         done += tensor.nbytes
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):
         file = f"model-{number:05d}-of-{n_files:05d}.safetensors"
         save_file(part, folder / file, metadata={"format": "pt"})

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -65,10 +66,13 @@ OPTIONAL_SWITCHES: dict[str, Any] = {
     "moe_layer_freq": 1,
 }
 # May stand there and say nothing about the mathematics this package computes.
-INERT_KEYS = frozenset(
-    ("architectures", "auto_map", "draft_config", "dtype", "initializer_range", "model_type", "name", "num_key_value_heads")
-    + ("quantization_config", "text_config", "torch_dtype", "transformers_version", "use_cache", "use_grouped_topk")
-)
+# fmt: off
+INERT_KEYS = frozenset((
+    "architectures", "auto_map", "draft_config", "dtype", "initializer_range", "model_type", "name", "num_key_value_heads",
+    "quantization_config", "text_config", "torch_dtype", "transformers_version", "use_cache", "use_grouped_topk",
+))
+OUTER_KEYS = frozenset((*INERT_KEYS, "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings"))
+# fmt: on
 LISTS = {"kda_layers": "kda_layers", "full_attn_layers": "mla_layers"}
 
 
@@ -82,7 +86,7 @@ class _Reader:
         value = self.mapping.get(key)
         if key not in self.mapping:
             self.reasons.append(f"{self.where}{key}: missing, needs {'an integer' if kind is int else 'a number'}; there is no default")
-        elif isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
+        elif isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)) or not math.isfinite(value):
             self.reasons.append(f"{self.where}{key}: got {value!r}, needs {'an integer' if kind is int else 'a number'}")
         else:
             return kind(value)
@@ -123,20 +127,21 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return document
 
 
-def _object(mapping: Mapping[str, Any], key: str, reasons: list[str], *, required: bool) -> Mapping[str, Any] | None:
+def _object(mapping: Mapping[str, Any], key: str, reasons: list[str]) -> Mapping[str, Any] | None:
     value = mapping.get(key)
     if isinstance(value, dict):
         return value
-    if value is not None or required:
-        reasons.append(f"{key}: got {type(value).__name__ if key in mapping else 'nothing'}, needs an object")
+    if key in mapping:
+        reasons.append(f"{key}: got {type(value).__name__}, needs an object")
     return None
 
 
 def _read_draft(document: Mapping[str, Any], reasons: list[str], strict: bool) -> DraftConfig | None:
-    mapping = _object(document, "draft_config", reasons, required=False)
+    mapping = _object(document, "draft_config", reasons)
     if mapping is None:
         return None
-    reader, values = _Reader(mapping, "draft_config.", reasons), {}
+    reader = _Reader(mapping, "draft_config.", reasons)
+    values: dict[str, Any] = {}
     for field in fields(DraftConfig):
         if field.name == "target_layer_ids":
             ids = mapping.get("target_layer_ids")
@@ -157,27 +162,23 @@ def parse_config(document: Mapping[str, Any], what: str = "config", *, strict: b
     Raises Unsupported naming every missing, mistyped or unsupported key, and, when `strict`, every unknown one.
     """
     reasons: list[str] = []
-    nested = _object(document, "text_config", reasons, required=False)
+    nested = _object(document, "text_config", reasons)
     text = document if nested is None else nested
     reader = _Reader(text, "" if nested is None else "text_config.", reasons)
     values = {field: reader.number(key, kind) for key, (field, kind) in TEXT_KEYS.items()}
     reader.switches(TEXT_SWITCHES, required=True)
     reader.switches(OPTIONAL_SWITCHES, required=False)
     known = {*TEXT_KEYS, *TEXT_SWITCHES, *OPTIONAL_SWITCHES, *INERT_KEYS, "linear_attn_config"}
-    linear_mapping = _object(text, "linear_attn_config", reasons, required=True)
-    linear = _Reader(linear_mapping or {}, f"{reader.where}linear_attn_config.", reasons)
-    if linear_mapping is not None:
-        values |= {field: linear.number(key, kind) for key, (field, kind) in LINEAR_KEYS.items()}
-        values |= {field: linear.layers(key) for key, field in LISTS.items()}
-        linear.switches(LINEAR_SWITCHES, required=True)
+    linear = _Reader(_object(text, "linear_attn_config", reasons) or {}, f"{reader.where}linear_attn_config.", reasons)
+    values |= {field: linear.number(key, kind) for key, (field, kind) in LINEAR_KEYS.items()}
+    values |= {field: linear.layers(key) for key, field in LISTS.items()}
+    linear.switches(LINEAR_SWITCHES, required=True)
     draft = _read_draft(document, reasons, strict)
     if strict:
         reader.unknown(known)
         linear.unknown({*LINEAR_KEYS, *LISTS, *LINEAR_SWITCHES})
         if nested is not None:  # beside a nested text_config the outer object holds no model keys
-            _Reader(document, "", reasons).unknown(
-                set(INERT_KEYS) | {"bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings"}
-            )
+            _Reader(document, "", reasons).unknown(set(OUTER_KEYS))
     if not reasons:
         config = ModelConfig(name=str(document.get("name", document.get("model_type", "kimi-k3"))), draft=draft, **values)
         reasons += config.unsupported()

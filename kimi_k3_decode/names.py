@@ -257,4 +257,4 @@ def from_tensors(config: ModelConfig, table: Mapping[str, torch.Tensor]) -> Mode
             mlp = DenseWeights(**_get(table, DENSE_NAMES, f"{prefix}mlp."))
         layers.append(LayerWeights(attn=attn, mlp=mlp, **_get(table, LAYER_NAMES, prefix)))
     draft = None if config.draft is None else draft_from_tensors(dict(table), config)
-    return ModelWeights(config=config, layers=tuple(layers), draft=draft, **_get(table, TOP_NAMES, ""))
+    return ModelWeights(config=config, layers=tuple(layers), draft=draft, **_get(table, TOP_NAMES, ""))  # type: ignore[arg-type]
