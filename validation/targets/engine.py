@@ -24,10 +24,9 @@ from typing import Any, Protocol
 import torch
 
 from kimi_k3_decode.cache import Caches, StepBatch, StepOutput
-from kimi_k3_decode.checkpoint import load_checkpoint
 from kimi_k3_decode.config import Unsupported
 from kimi_k3_decode.stock import StockPath
-from kimi_k3_decode.weights import ModelWeights
+from kimi_k3_decode.weights import ModelWeights, load_checkpoint
 from validation.core.settings import PROJECT_ROOT, Settings
 from validation.core.types import Case, HarnessError
 from validation.core.worker import Refused
@@ -41,7 +40,7 @@ class DecodePath(Protocol):
     def step(self, batch: StepBatch, caches: Caches, **options: Any) -> StepOutput: ...
 
 
-PathFactory = Callable[[ModelWeights], DecodePath]
+PathFactory = Callable[[ModelWeights], Any]  # a DecodePath
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +52,7 @@ class EngineTarget:
     weights: ModelWeights
     dtype: torch.dtype  # of activations and caches
     path: Any
+    build: PathFactory  # the same path over other weights, for probes
     prefiller: StockPath  # BF16 stock: every path decodes from its caches
     settings: Settings
     origin: str  # digest of the code behind the path
@@ -126,30 +126,37 @@ class EngineTargets:
         return self._built[role]
 
     def _build(self, role: str) -> EngineTarget:
-        weights, dtype, name = self.weights, torch.bfloat16, role
-        path: Any = self.prefiller
-        factory: PathFactory | None = None
+        name, dtype = role, torch.bfloat16
+        build: PathFactory = build_stock
         if role == "oracle":
-            weights, dtype = weights.to(torch.float64), torch.float64
-            path = StockPath(weights, dtype)
+            dtype, build = torch.float64, build_oracle
         elif role == "candidate":
             name = self._settings.candidate
-            factory = find_candidate(name)
-            try:
-                path = factory(weights)
-            except Unsupported as refusal:
-                raise Refused(refusal.reasons) from refusal
-        origin = _origin(factory)
+            build = find_candidate(name)
+        try:
+            path = self.prefiller if role == "stock" else build(self.weights)
+        except Unsupported as refusal:
+            raise Refused(refusal.reasons) from refusal
         return EngineTarget(
             name=name,
             role=role,
-            weights=weights,
+            weights=self.weights,
             dtype=dtype,
             path=path,
+            build=build,
             prefiller=self.prefiller,
             settings=self._settings,
-            origin=origin,
+            origin=_origin(build),
         )
+
+
+def build_stock(weights: ModelWeights) -> StockPath:
+    return StockPath(weights, torch.bfloat16)
+
+
+def build_oracle(weights: ModelWeights) -> StockPath:
+    """The same code and values, nothing rounded."""
+    return StockPath(weights.to(torch.float64), torch.float64)
 
 
 def read_checkpoint(folder: Path) -> ModelWeights:
@@ -163,7 +170,7 @@ def read_checkpoint(folder: Path) -> ModelWeights:
 def find_candidate(name: str) -> PathFactory:
     """The factory behind a candidate's name. Raises HarnessError when nothing has it."""
     if name == "stock":
-        return lambda weights: StockPath(weights, torch.bfloat16)
+        return build_stock
     if name == "specialized":
         return _attribute("kimi_k3_decode.step", "SpecializedPath", name)
     if ":" in name:
@@ -186,7 +193,7 @@ def _origin(factory: Any) -> str:
     for path in sorted((PROJECT_ROOT / "kimi_k3_decode").rglob("*.py")):
         digest.update(path.relative_to(PROJECT_ROOT).as_posix().encode() + path.read_bytes())
     try:
-        source = inspect.getsourcefile(factory) if factory is not None else None
+        source = inspect.getsourcefile(factory)
     except TypeError:
         source = None
     if source is not None:
