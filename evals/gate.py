@@ -41,7 +41,6 @@ class SuitePolicy:
     power: float = 0.80
     family: int = 4  # suites that are tested for a drop together
     max_truncated: float = 0.05
-    max_truncated_increase: float = 0.02
     token_band: tuple[float, float] = (0.90, 1.10)
     min_paired_share: float = 0.98
 
@@ -90,6 +89,7 @@ class SuiteGate:
     top_up: TopUp | None
     truncated_stock: float
     truncated_candidate: float
+    p_truncated: float  # exact one-sided test: H0 "the candidate is not cut off more often"
     token_ratio: float
     paired_share: float
     prompts_differ: int
@@ -137,6 +137,7 @@ def judge_suite(pairs: PairedAnswers, policy: SuitePolicy, monitor: Monitor | No
         "top_up": top_up(variance, detectable, policy.delta, difference.n_clusters, policy.alpha),
         "truncated_stock": pairs.truncated_share("stock"),
         "truncated_candidate": pairs.truncated_share("candidate"),
+        "p_truncated": mcnemar(1 - pairs.truncated_flags("stock"), 1 - pairs.truncated_flags("candidate")).p_drop,
         "token_ratio": pairs.token_ratio,
         "paired_share": pairs.paired_share,
     }
@@ -208,11 +209,9 @@ def _failures(gate: SuiteGate, drop_proven: bool) -> list[str]:
         reasons.append(f"{gate.missing_candidate} replies of the candidate are missing or have no score (stock has them)")
     if gate.swapped > 0:
         reasons.append(f"{gate.swapped} replies of the candidate are stock's replies to another item: swapped between requests")
-    increase = gate.truncated_candidate - gate.truncated_stock
-    if gate.truncated_candidate > policy.max_truncated and increase > policy.max_truncated_increase:
-        reasons.append(
-            f"{gate.truncated_candidate:.1%} of the candidate's replies hit the token limit, {gate.truncated_stock:.1%} of stock's"
-        )
+    if gate.truncated_candidate > policy.max_truncated and gate.p_truncated < policy.alpha / policy.family:
+        shares = f"{gate.truncated_candidate:.1%} of the candidate's and {gate.truncated_stock:.1%} of stock's"
+        reasons.append(f"{shares} replies hit the token limit")
     low, high = policy.token_band
     if not math.isnan(gate.token_ratio) and not low <= gate.token_ratio <= high:
         reasons.append(f"the candidate writes {gate.token_ratio:.1%} of stock's tokens, outside {low:.0%} to {high:.0%}")
@@ -230,6 +229,10 @@ def _gaps(gate: SuiteGate) -> list[str]:
         reasons.append(f"stock scores {gate.stock.mean:.3f}, at the floor {policy.floor}: harm could not show")
     if gate.stock.mean >= policy.ceiling:
         reasons.append(f"stock scores {gate.stock.mean:.3f}, at the ceiling {policy.ceiling}: the suite is too easy to tell")
+    if gate.truncated_candidate > policy.max_truncated >= gate.truncated_stock:
+        reasons.append(
+            f"{gate.truncated_candidate:.1%} of the candidate's replies hit the token limit, more than stock's but not provably so"
+        )
     if gate.truncated_stock > policy.max_truncated:
         reasons.append(f"{gate.truncated_stock:.1%} of stock's replies hit the token limit: the limit is measured, not the model")
     if not gate.detectable_drop <= policy.delta:
@@ -240,7 +243,7 @@ def _gaps(gate: SuiteGate) -> list[str]:
         reasons.append(f"a drop of {points(policy.delta)} is not excluded (lower bound {points(gate.non_inferiority.lower)})")
     if not gate.one_se.holds:
         reasons.append(
-            f"difference {points(gate.one_se.difference)} exceeds one standard error {points(gate.one_se.se)}, and chance can do that"
+            f"difference {points(gate.one_se.difference)} exceeds one standard error {points(gate.one_se.se)}, as chance can"
         )
     return reasons
 

@@ -47,7 +47,13 @@ class PairedAnswers:
 
     def truncated_share(self, side: str) -> float:
         """Share of this side's replies that hit the token limit, over pairs that have a reply; NaN without any."""
-        return _mean(self.table.loc[self.table["outcome"] == "paired", f"truncated_{side}"])
+        flags = self.truncated_flags(side)
+        return float(flags.mean()) if len(flags) else float("nan")
+
+    def truncated_flags(self, side: str) -> Floats:
+        """0 or 1 for each pair that has both replies."""
+        flags = self.table.loc[self.table["outcome"] == "paired", f"truncated_{side}"]
+        return flags.astype(float).to_numpy()
 
     @property
     def token_ratio(self) -> float:
@@ -55,10 +61,6 @@ class PairedAnswers:
         rows = self.table[self.table["outcome"] == "paired"]
         stock = float(rows["tokens_stock"].sum())
         return float(rows["tokens_candidate"].sum()) / stock if stock > 0 else float("nan")
-
-
-def _mean(values: pd.Series) -> float:
-    return float(values.astype(float).mean()) if len(values) else float("nan")
 
 
 def _checked(what: str, answers: pd.DataFrame) -> pd.DataFrame:
