@@ -134,6 +134,7 @@ class RoleEntry:
     role: Role
     reason: str
     name: str = ""
+    guarded_by: int | None = None  # index of the mailbox parameter whose acquire orders this buffer
     target: Role | None = None  # role of what a pointer *loaded from* this memory points to (None: same as `role`)
 
 
@@ -163,6 +164,7 @@ class LaunchFacts:
     ordered: frozenset[int] = frozenset()  # parameters whose last writer is separated by a full edge or event
     has_dependents: bool | None = None  # some later kernel is launched programmatically on this one
     barrier_transitivity: bool = True  # a full-CTA barrier hands the wait of one role to all
+    released: frozenset[int] = frozenset()  # parameters that a programmatic dependent touches before its own wait
     guards_true: frozenset[int] = frozenset()  # scalar parameters known to be non-zero at run time (run-time PDL flags)
 
 
@@ -198,6 +200,8 @@ class KernelBinary:
     cta_threads: int | None = None  # from EIATTR_REQNTID or MAX_THREADS
     branch_targets: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # indirect branch pc -> targets
     constant_banks: Mapping[int, bytes] = field(default_factory=dict)  # bank -> initial bytes (.nv.constant2 ... )
+    bank_symbols: Mapping[int, str] = field(default_factory=dict)  # byte offset in c[0x4] -> device variable or function
+    one_dimensional: bool = False  # the required block shape has y = z = 1
     code_digest: str = ""  # SHA-256 of the code section: the SASS digest recorded for drift
     notes: tuple[str, ...] = ()
 
@@ -235,6 +239,7 @@ class Access:
     coherent: bool  # False: non-coherent path (LDG.CONSTANT, ld.global.nc)
     strength: str  # "weak" | "relaxed" | "acquire" | "release" | "volatile" | "mmio"
     bases: frozenset[ParamRef] = frozenset()  # every parameter the address can derive from
+    symbols: tuple[str, ...] = ()  # device variables it can derive from
     unknown_base: bool = False  # some origin could not be followed; never assumed safe
     when: When = When.AFTER
     waits: frozenset[int] = frozenset()  # pcs of waits passed on every path to it
