@@ -96,7 +96,7 @@ class SpecializedPath:
         self._ranks = [_Rank(r, widen(change(r, bind_weights(weights, tp, r)), self.arithmetic.dtype)) for r in range(tp)]
         self._mailboxes: dict[tuple[str, int], Mailbox] = {}
         self._graphs: dict[tuple[int, int, int, frozenset[int]], list[list[_Prepared]]] = {}
-        self._steps = 0
+        self._steps: dict[int, int] = {}  # by rows: mailboxes, and so parities, belong to a row count
 
     # ---- the plan ----
     def _graphs_of(self, rows: int, q: int, step: int, forced: frozenset[int]) -> list[list[_Prepared]]:
@@ -119,7 +119,7 @@ class SpecializedPath:
         requests, q = batch.tokens_BQ.shape
         padded = _pad(batch, padded_requests(requests, q) - requests)
         rows, live = padded.rows, batch.rows
-        graphs = self._graphs_of(rows, q, self._steps, frozenset(routing or ()))
+        graphs = self._graphs_of(rows, q, self._steps.get(rows, 0), frozenset(routing or ()))
         for rank in self._ranks:
             rank.done = 0
             rank.buffers = {**_tables(padded, live, routing), **self._states(caches, rank.number)}
@@ -140,7 +140,7 @@ class SpecializedPath:
                 chosen[launch.layer] = buffers["ids"][:live].long()
 
         self._run(graphs, live, watch)
-        self._steps += 1
+        self._steps[rows] = self._steps.get(rows, 0) + 1
         first = self._ranks[0].buffers
         self.top_ids_TZ = first["top_ids"][:live]
         logits = first["logits"][:live].to(torch.float64 if self.dtype == torch.float64 else torch.float32)
