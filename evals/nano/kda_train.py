@@ -7,6 +7,11 @@ With G the running sum of g inside a chunk, the writes of a chunk solve a unit l
 
 from __future__ import annotations
 
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+
 import torch
 
 CHUNK = 16  # exp(16 * 5) still fits float32: the gate never falls below -5 a token
@@ -43,6 +48,16 @@ def chunked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, 
     return torch.stack(outputs, dim=2).permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :tokens]
 
 
+@functools.cache
+def _gpu_kernel() -> Callable[..., tuple[torch.Tensor, None]]:
+    """`chunk_kda` with one fixed configuration a kernel: tuning them on the spot takes minutes, which a short run does not have."""
+    os.environ.setdefault("FLA_CACHE_MODE", "default")
+    os.environ.setdefault("FLA_CONFIG_DIR", str(Path(__file__).with_name("fla_configs")))
+    from fla.ops.kda import chunk_kda  # a GPU-only extra
+
+    return chunk_kda
+
+
 def kda(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -55,9 +70,7 @@ def kda(
 ) -> torch.Tensor:
     """The whole recurrence from un-normalised q, k and the raw gate; on CUDA in bf16 through `fla.ops.kda.chunk_kda`."""
     if q.is_cuda and q.dtype == torch.bfloat16:
-        from fla.ops.kda import chunk_kda  # a GPU-only extra
-
-        out, _ = chunk_kda(
+        out, _ = _gpu_kernel()(
             q=q,
             k=k,
             v=v,

@@ -86,7 +86,7 @@ Job = tuple[int, int, Mixture, int, int]
 
 def _worker(jobs: multiprocessing.Queue, results: multiprocessing.Queue) -> None:
     while (job := jobs.get()) is not None:
-        results.put((job[1], make_batch(*job)))
+        results.put((job[1], job[2], make_batch(*job)))
 
 
 class Stream:
@@ -104,23 +104,19 @@ class Stream:
 
     def batches(self, mixture: Mixture) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """An endless iterator over one mixture. Stop iterating before asking for another mixture; batches made ahead are dropped."""
-        first = self._next
-        sent, held = first, {}
+        sent, held = self._next, {}
         while True:
             while sent < self._next + self._ahead:
                 self._jobs.put((self._seed, sent, mixture, self._part, self._parts))
                 sent += 1
             while self._next not in held:
                 try:
-                    index, batch = self._results.get(timeout=60)
+                    index, made_for, batch = self._results.get(timeout=60)
                 except queue.Empty:
                     raise RuntimeError("data workers: got no batch in 60 s, need one; look for a crash in their output") from None
-                if batch[0].shape == (mixture.batch, mixture.length):
+                if made_for == mixture:  # what another mixture left in the queue is dropped
                     held[index] = batch
             self._next += 1
-            # indices are never reused, so what another mixture left in the queue is recognised by its shape and dropped
-            if self._next - 1 == first:
-                held = {index: batch for index, batch in held.items() if index >= first}
             yield held.pop(self._next - 1)
 
     def close(self) -> None:

@@ -2,19 +2,22 @@
 
 On a CUDA GPU the recurrence runs through `fla-core` (pinned in the `gpu` extra), elsewhere through the plain chunked form. Several GPUs
 share the work under `torchrun`. The schedule follows progress: the larger of steps done and of the wall-clock budget spent, so a run always
-ends in time with a decayed learning rate. DIR receives `model.safetensors`, `config.json`, `tokenizer.json`, `train.jsonl` (the log) and `result.json`.
+ends in time with a decayed learning rate. DIR receives `model.safetensors`,
+`tokenizer.json`, `train.jsonl` (the log) and `result.json`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +36,7 @@ LOG_EVERY, SAVE_EVERY_S = 50, 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that shapes a run. `minutes` bounds the target's training, `draft_minutes` the drafter's."""
+    """Everything that shapes a run. The target trains until `minutes` after the start, then the drafter for `draft_minutes`."""
 
     seed: int = 17
     minutes: float = 7.0
@@ -42,10 +45,11 @@ class Recipe:
     draft_steps: int = 1_000_000
     rows: int = 49_152  # tokens a step and rank: 64 x 768 = 24 x 2048 = 12 x 4096
     lengths: tuple[int, ...] = (768, 2048, 4096)
-    phase_ends: tuple[float, ...] = (0.72, 0.90, 1.0)  # progress at which each length ends
+    phase_ends: tuple[float, ...] = (0.70, 0.88, 1.0)  # progress at which each length ends
     rate: float = 1.5e-3
     muon_rate: float = 0.02
-    warm_up_steps: int = 100
+    trial_seconds: float = 0.0  # above 0: first train this long with and without Muon, and go on with the better of the two
+    warm_up_steps: int = 60
     hold: float = 0.35  # share of progress at full rate, then linear decay
     bias_rate: float = 1e-3
     bias_freeze: float = 0.9
@@ -124,16 +128,34 @@ def weighted_loss(hidden_ND: torch.Tensor, head_VD: torch.Tensor, ids_BT: torch.
 class Trainer:
     """Parameters, routers' biases, optimiser and pieces of one target training run."""
 
-    def __init__(self, recipe: Recipe, config: ModelConfig, rank: Rank) -> None:
+    def __init__(self, recipe: Recipe, config: ModelConfig, rank: Rank, compiled_by: Trainer | None = None) -> None:
         self.recipe, self.config, self.rank = recipe, config, rank
         initial = network.initial_parameters(config, recipe.seed)
         self.params = {name: value.to(rank.device).requires_grad_() for name, value in initial.items()}
         self.biases = torch.zeros(config.n_layers - config.n_dense_layers, config.n_experts, device=rank.device)
         self.dtype = torch.bfloat16 if rank.device.type == "cuda" else torch.float32
-        compiled = recipe.compile and rank.device.type == "cuda"
+        self.compiled = compiled = recipe.compile and rank.device.type == "cuda"
         self.pieces = network.Pieces.compiled() if compiled else network.Pieces()
-        self.loss_of = torch.compile(weighted_loss, dynamic=False) if compiled else weighted_loss
+        self.loss_of: Callable[..., torch.Tensor] = torch.compile(weighted_loss, dynamic=False) if compiled else weighted_loss
+        if compiled_by is not None:
+            self.compiled, self.pieces, self.loss_of = compiled_by.compiled, compiled_by.pieces, compiled_by.loss_of
         self.optimiser = Optimiser(self.params, recipe.rate, recipe.muon_rate)
+
+    def try_compiled(self, ids: torch.Tensor, shares: torch.Tensor) -> str:
+        """One forward and backward before training; a compiler that fails here is replaced by eager execution. Returns what will run."""
+        try:
+            weights = network.prepare(self.params, self.dtype)
+            hidden, _, _ = network.forward(weights, self.biases, ids, self.config, self.pieces)
+            self.loss_of(hidden, weights["lm_head.weight"], ids, shares).backward()
+        except Exception as error:
+            if not self.compiled:
+                raise
+            self.compiled, self.pieces, self.loss_of = False, network.Pieces(), weighted_loss
+            return f"eager, because compiling failed: {type(error).__name__}: {str(error)[-600:]}"
+        finally:
+            for parameter in self.params.values():
+                parameter.grad = None
+        return "compiled" if self.compiled else "eager"
 
     def step(self, ids: torch.Tensor, shares: torch.Tensor, scale: float, bias_rate: float) -> torch.Tensor:
         weights = network.prepare(self.params, self.dtype)
@@ -149,15 +171,15 @@ class Trainer:
         return loss.detach()
 
 
-def train_target(trainer: Trainer, stream: Stream, out: Path) -> int:
-    """Run the schedule to its end; returns the number of steps."""
+def train_target(trainer: Trainer, stream: Stream, out: Path, end: float) -> int:
+    """Run the schedule until `end` on the monotonic clock or the last step; returns the number of steps."""
     recipe, rank = trainer.recipe, trainer.rank
     started, saved, step, phase = time.monotonic(), time.monotonic(), 0, -1
     batches: Iterator[tuple[np.ndarray, np.ndarray]] = iter(())
     log = out / "train.jsonl"
     while True:
         elapsed = time.monotonic() - started
-        progress = rank.agree(max(step / recipe.steps, elapsed / (60 * recipe.minutes)))
+        progress = rank.agree(max(step / recipe.steps, elapsed / max(end - started, 1e-3)))
         if progress >= 1.0:
             return step
         if phase_of(recipe, progress) != phase:
@@ -167,14 +189,37 @@ def train_target(trainer: Trainer, stream: Stream, out: Path) -> int:
         scale = rate_scale(recipe, step, progress)
         loss = trainer.step(ids, shares, scale, recipe.bias_rate if progress < recipe.bias_freeze else 0.0)
         if step % LOG_EVERY == 0 and rank.index == 0:
-            record = {"phase": "target", "step": step, "seconds": round(elapsed, 2), "length": recipe.lengths[phase]}
+            record: dict[str, Any] = {"phase": "target", "step": step, "seconds": round(elapsed, 2), "length": recipe.lengths[phase]}
             record |= {"loss": round(float(loss), 4), "rate_scale": round(scale, 4), "tokens": (step + 1) * ids.numel() * rank.count}
             export.append_json(log, record)
             print(json.dumps(record), flush=True)
+            if not math.isfinite(record["loss"]):
+                raise FloatingPointError(f"loss at step {step}: got {record['loss']}, needs a finite number; lower the learning rates")
             if time.monotonic() - saved > SAVE_EVERY_S:
                 save(trainer, {}, out)
                 saved = time.monotonic()
         step += 1
+
+
+def choose_optimiser(trainer: Trainer, stream: Stream, log: Path) -> Trainer:
+    """A fresh trainer with the optimiser whose loss was lower after `trial_seconds`; NaN loses."""
+    recipe, rank, outcomes = trainer.recipe, trainer.rank, {}
+    for muon_rate in (recipe.muon_rate, 0.0):
+        candidate = Trainer(replace(recipe, muon_rate=muon_rate), trainer.config, rank, trainer)
+        losses: list[torch.Tensor] = []
+        started = time.monotonic()
+        for batch in stream.batches(mixture_of(recipe, 0)):
+            losses.append(candidate.step(*to_device(batch, rank.device), rate_scale(recipe, len(losses), 0.0), recipe.bias_rate))
+            if len(losses) % 10 == 0 and rank.agree(time.monotonic() - started) > recipe.trial_seconds:
+                break
+        loss = float(torch.stack(losses[-10:]).mean())
+        outcomes[muon_rate] = loss if math.isfinite(loss) else math.inf
+        record = {"phase": "trial", "muon_rate": muon_rate, "steps": len(losses), "loss": round(loss, 4)}
+        if rank.index == 0:
+            export.append_json(log, record)
+            print(json.dumps(record), flush=True)
+    best = min(outcomes, key=lambda muon_rate: outcomes[muon_rate])
+    return Trainer(replace(recipe, muon_rate=best), trainer.config, rank, trainer)
 
 
 def save(trainer: Trainer, draft: network.Parameters, out: Path) -> str:
@@ -199,7 +244,14 @@ def run(recipe: Recipe, out: Path, config: ModelConfig = NANO) -> dict[str, obje
     log = out / "train.jsonl"
     if rank.index == 0:
         export.append_json(log, {"phase": "start", "recipe": asdict(recipe), **environment(rank)})
-    steps = train_target(trainer, stream, out)
+    begin = time.monotonic()
+    execution = trainer.try_compiled(*to_device(next(stream.batches(mixture_of(recipe, 0))), rank.device))
+    if rank.index == 0:
+        export.append_json(log, {"phase": "compile", "seconds": round(time.monotonic() - begin, 1), "execution": execution})
+        print(execution, round(time.monotonic() - begin, 1), "s", flush=True)
+    if recipe.trial_seconds > 0:
+        trainer = choose_optimiser(trainer, stream, log)
+    steps = train_target(trainer, stream, out, begun + 60 * recipe.minutes)
     if rank.index == 0:
         save(trainer, {}, out)
     if rank.count > 1:
@@ -212,7 +264,7 @@ def run(recipe: Recipe, out: Path, config: ModelConfig = NANO) -> dict[str, obje
         save_tokenizer(out / "tokenizer.json")
         exam = examine(trainer, draft_params, recipe.exam_items)
         result = {"steps": steps, "draft_steps": draft_steps, "sha256": digest, "seconds": round(time.monotonic() - begun, 1)}
-        result |= {"recipe": asdict(recipe), "exam": exam, **environment(rank)}
+        result |= {"recipe": asdict(trainer.recipe), "exam": exam, **environment(rank)}
         (out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
         export.append_json(log, {"phase": "end", **result})
     stream.close()
@@ -226,7 +278,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     for name, kind in (("seed", int), ("minutes", float), ("draft-minutes", float), ("steps", int), ("rows", int), ("rate", float)):
         parser.add_argument(f"--{name}", type=kind)
-    for name, kind in (("muon-rate", float), ("workers", int), ("exam-items", int), ("draft-steps", int)):
+    for name, kind in (("muon-rate", float), ("trial-seconds", float), ("workers", int), ("exam-items", int), ("draft-steps", int)):
         parser.add_argument(f"--{name}", type=kind)
     parser.add_argument("--lengths", type=lambda text: tuple(map(int, text.split(","))))
     parser.add_argument("--phase-ends", type=lambda text: tuple(map(float, text.split(","))))
