@@ -3,9 +3,10 @@
 A case is a source (`ptx/NAME.ptx`, `cuda/NAME.cu` or `cutedsl/NAME.py`) with `NAME.toml` beside it:
 
     title, pattern, faults, note        what it shows, which rows of the fault catalogue it stands for
-    [launch]  pdl, ordered, has_dependents, guards_true, early_readers     launch facts; parameters by name
+    [launch]  pdl, ordered, has_dependents, guards_true, released     launch facts; parameters by name
     [roles]   NAME = "role"             in parameter order
     [targets] NAME = "role"             role of what a pointer loaded from NAME points to
+    [guards]  NAME = "FLAG"             the mailbox whose acquire (or release) orders NAME
     [[expect]] rule, param, arch        a finding; `arch` limits it to some architectures
     [[lint]]   rule, count              findings of the source lint
     [moved]   load, wait, twin, arch    the compiler must put `load` before `wait` in the binary (regular expressions over SASS lines);
@@ -33,8 +34,8 @@ FAMILIES = tuple(SUFFIXES)
 PRELUDE = "prelude.py"  # shared by the CuTe DSL cases, no case itself
 
 _KEYS = {
-    "": {"title", "pattern", "faults", "note", "launch", "roles", "targets", "expect", "lint", "moved"},
-    "launch": {"pdl", "ordered", "has_dependents", "guards_true", "early_readers"},
+    "": {"title", "pattern", "faults", "note", "launch", "roles", "targets", "guards", "expect", "lint", "moved"},
+    "launch": {"pdl", "ordered", "has_dependents", "guards_true", "released"},
     "expect": {"rule", "param", "arch"},
     "lint": {"rule", "count"},
     "moved": {"load", "wait", "text", "twin", "arch"},
@@ -156,7 +157,8 @@ def _roles(table: Mapping[str, Any], params: tuple[str, ...]) -> RoleMap:
     entries = {}
     for index, name in enumerate(params):
         target = Role(targets[name]) if name in targets else None
-        entries[(index, 0)] = RoleEntry(role=Role(table["roles"][name]), reason="corpus case", name=name, target=target)
+        guard = params.index(table["guards"][name]) if name in table.get("guards", {}) else None
+        entries[(index, 0)] = RoleEntry(role=Role(table["roles"][name]), reason="corpus case", name=name, target=target, guarded_by=guard)
     return RoleMap(by_index=entries, source="corpus")
 
 
@@ -164,10 +166,13 @@ def _launch(table: Mapping[str, Any], params: tuple[str, ...]) -> LaunchFacts:
     def indices(key: str) -> frozenset[int]:
         return frozenset(params.index(name) for name in table.get(key, ()))
 
-    facts: dict[str, Any] = {"pdl": table.get("pdl"), "has_dependents": table.get("has_dependents")}
-    if "early_readers" in LaunchFacts.__dataclass_fields__:
-        facts["early_readers"] = indices("early_readers")
-    return LaunchFacts(ordered=indices("ordered"), guards_true=indices("guards_true"), **facts)
+    return LaunchFacts(
+        pdl=table.get("pdl"),
+        has_dependents=table.get("has_dependents"),
+        ordered=indices("ordered"),
+        released=indices("released"),
+        guards_true=indices("guards_true"),
+    )
 
 
 def _moved(table: Mapping[str, Any] | None) -> Moved | None:

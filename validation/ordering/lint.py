@@ -5,8 +5,8 @@ that a loop-invariant one is hoisted above a poll and that an unused one, a wait
 statement is no barrier to the loads around it. Both are right for static weights only.
 
 A statement counts as a weight read when every tensor or pointer its address derives from has the role weight (by the manifest or the
-operand contracts), followed through local names and through the callers of helper functions, or when the helper itself refuses other roles while
-the kernel is traced (`operand.require("weight")`).
+operand contracts), followed through local names and through the callers of helper functions, or when the helper itself refuses other
+roles while the kernel is traced (`operand.require("weight")`).
 """
 
 from __future__ import annotations
