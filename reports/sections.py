@@ -72,8 +72,22 @@ def declared_tables(record: Evidence) -> list[Table]:
     return made
 
 
+def numerics(lane: Lane) -> Section:
+    from reports import figures
+
+    made = (figures.error_against_position(lane.records), figures.flips(lane.records))
+    return Section(figures=tuple(figure for figure in made if figure is not None))
+
+
+def evals(lane: Lane) -> Section:
+    from reports import figures
+
+    made = figures.paired_differences(lane.records)
+    return Section(figures=(made,) if made is not None else ())
+
+
 Builder = Callable[[Lane], Section]
-BUILDERS: Mapping[str, Builder] = {}
+BUILDERS: Mapping[str, Builder] = {"numerics": numerics, "evals": evals}
 
 
 def section_of(lane: Lane) -> Section:

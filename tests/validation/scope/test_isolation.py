@@ -171,7 +171,7 @@ def test_globs(path: str, pattern: str, expected: bool) -> None:
 
 
 def test_the_shipped_policies_load() -> None:
-    assert load_policy(DEFAULT_POLICY).limit("numerics", "error_ratio_max") == 1.5
+    assert load_policy(DEFAULT_POLICY).limit("numerics", "error_ratio") == 1.5
     assert load_policy(DEFAULT_POLICY.parent / "policies" / "vllm-kimi-k3.toml").isolation.hooks
 
 
