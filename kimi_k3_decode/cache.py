@@ -241,6 +241,38 @@ class Caches:
         self.accepted_R[request] = 1
 
     # ---- copies ----
+    def room_for(self, n_tokens: int) -> bool:
+        """True when a new request of `n_tokens` tokens finds a place and its pages."""
+        return bool(self.free_requests) and -(-n_tokens // self.page_tokens) <= len(self.free_pages)
+
+    def adopt(self, source: Caches, request: int, n_tokens: int = 0) -> int:
+        """Copy one request of `source` into an own place, with pages for `n_tokens` in all; returns the place. `source` keeps its copy.
+
+        Raises CacheError when there is no room, ValueError when the page sizes differ.
+        """
+        if source.page_tokens != self.page_tokens:
+            raise ValueError(f"page_tokens: got {source.page_tokens}, needs {self.page_tokens}; allocate both alike")
+        length = source.lengths_R[request]
+        if not self.room_for(max(n_tokens, length)):
+            raise CacheError(
+                f"caches: got a request of {max(n_tokens, length)} tokens, needs a free place and pages; release requests first"
+            )
+        source.settle(request)
+        own = self.acquire()
+        self.reserve(own, max(n_tokens, length))
+        used = -(-length // self.page_tokens)
+        theirs = torch.tensor(source.pages_R[request][:used], dtype=torch.int64, device=self._device)
+        ours = torch.tensor(self.pages_R[own][:used], dtype=torch.int64, device=self._device)
+        from_slot, to_slot = source.slots_RQ[request][0], self.slots_RQ[own][0]
+        for mine, other in zip(self.layers, source.layers, strict=True):
+            if isinstance(mine, KdaLayerCache) and isinstance(other, KdaLayerCache):
+                mine.conv_SWC[to_slot, :3] = other.conv_SWC[from_slot, :3].to(mine.conv_SWC.dtype)
+                mine.state_SHVK[to_slot] = other.state_SHVK[from_slot].to(mine.state_SHVK.dtype)
+            elif isinstance(mine, MlaLayerCache) and isinstance(other, MlaLayerCache):
+                mine.pages_PTC[ours] = other.pages_PTC[theirs].to(mine.pages_PTC.dtype)
+        self.lengths_R[own], self.accepted_R[own] = length, 1
+        return own
+
     def fork(self, dtype: torch.dtype | None = None) -> Caches:
         """An independent copy, in another `dtype` when given (the FP64 oracle continuing a BF16 prefill). Copies only pages in use."""
         dtype = dtype or self.dtype

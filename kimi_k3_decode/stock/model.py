@@ -107,6 +107,10 @@ class StockPath:
             mlp=mlp,
         )
 
+    @property
+    def device(self) -> torch.device:
+        return self._embed_VD.device
+
     # ---- decode and verify ----
     @torch.inference_mode()
     def step(
@@ -186,7 +190,7 @@ class StockPath:
         for segment in group:
             caches.reserve(segment.request, caches.lengths_R[segment.request] + len(segment.tokens))
             caches.settle(segment.request)
-        device = self._embed_VD.device
+        device = self.device
         index = kda_chunk.ChunkIndex.build(lengths, device)
 
         def attend(layer: int, x_TD: torch.Tensor) -> torch.Tensor:
