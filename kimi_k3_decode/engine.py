@@ -148,9 +148,8 @@ class Engine:
                 wrong.append(f"prompt {index}: got {len(prompt)} + {params.max_new_tokens} new tokens, needs <= {limit}")
         for name in names:
             if name not in (STOCK, CANDIDATE) or (name == CANDIDATE and self.candidate is None):
-                wrong.append(
-                    f"path: got {name!r}, needs {STOCK!r}" + (f" or {CANDIDATE!r}" if self.candidate else "; there is no candidate")
-                )
+                known = (STOCK, CANDIDATE) if self.candidate is not None else (STOCK,)
+                wrong.append(f"path: got {name!r}, needs one of {known}")
         if params.stop and self._tokenizer is None:
             wrong.append("stop: got stop strings without a tokenizer, needs one to find them")
         if wrong:

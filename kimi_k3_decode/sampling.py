@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How prompts are continued. `temperature` 0 is greedy. `seeds` has one entry a prompt (None: the prompt's index); empty means all None.
+    """How prompts are continued. `temperature` 0 is greedy. `seeds` has one entry a prompt (None: the prompt's index), or is empty.
 
     `logprobs` None records none; k >= 0 records the chosen token's log-probability and the k largest, of the raw distribution, in nats.
     """
