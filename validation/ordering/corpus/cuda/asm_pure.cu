@@ -8,9 +8,10 @@ static __device__ __forceinline__ float fetch(const float* p) {
 extern "C" __global__ void __launch_bounds__(128) asm_pure(const float* x, const float* w, float* y, int* flag, int n) {
   int i = blockIdx.x * 128 + threadIdx.x;
   float sum = 0.f;
-  for (int j = 0; j < n; ++j) {
+  int j = 0;
+  do {
     cudaGridDependencySynchronize();
     sum += fetch(x + i) * w[i + j];
-  }
+  } while (++j < n);
   y[i] = sum;
 }

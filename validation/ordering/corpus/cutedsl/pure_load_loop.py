@@ -1,4 +1,5 @@
-"""A pure load of an activation in a loop whose head waits: not lifted by this compiler, only the lint sees the danger."""
+"""A pure load of an activation in a loop whose head waits: not lifted by this compiler, only the lint sees the danger. With n = 0
+nobody waits."""
 
 from prelude import Float32, Int32, Int64, T, asm, cute, cutlass, dsl_user_op
 
