@@ -7,7 +7,7 @@ A case is a source (`ptx/NAME.ptx`, `cuda/NAME.cu` or `cutedsl/NAME.py`) with `N
     [roles]   NAME = "role"             in parameter order
     [targets] NAME = "role"             role of what a pointer loaded from NAME points to
     [guards]  NAME = "FLAG"             the mailbox whose acquire (or release) orders NAME
-    [[expect]] rule, param, arch        a finding; `arch` limits it to some architectures
+    [[expect]] rule, param, arch        a finding ("*NAME": what NAME's pointers point to); `arch` limits it to some architectures
     [[lint]]   rule, count              findings of the source lint
     [moved]   load, wait, twin, arch    the compiler must put `load` before `wait` in the binary (regular expressions over SASS lines);
               text instead of both      an expression over the whole text, for what is no order of two lines (a deleted wait, a self-branch)
@@ -132,7 +132,9 @@ def _read_case(path: Path, family: str) -> CorpusCase:
         Expected(rule=row["rule"], param=row.get("param", ""), archs=tuple(row.get("arch", ARCHITECTURES)))
         for row in table.get("expect", ())
     )
-    strange = [item.rule for item in expect if item.rule not in RULES] + [i.param for i in expect if i.param and i.param not in params]
+    strange = [item.rule for item in expect if item.rule not in RULES] + [
+        i.param for i in expect if i.param and i.param.lstrip("*") not in params
+    ]
     if strange:
         raise ValueError(f"got the expectations {strange}, needs rules of the registry and parameters of [roles]")
     return CorpusCase(
