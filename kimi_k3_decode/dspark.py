@@ -11,6 +11,7 @@ Axes: B requests, Q = 1 + N rows of a verify step, N drafts, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -141,7 +142,7 @@ class SyntheticAcceptance:
     def expected_length(self, rate: float) -> float:
         return 1.0 + sum(rate**i for i in range(1, self.n_drafts + 1))
 
-    @property
+    @functools.cached_property
     def rate(self) -> float:
         """r by bisection; the expected length rises with it."""
         low, high = 0.0, 1.0
