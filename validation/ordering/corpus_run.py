@@ -11,11 +11,11 @@ import enum
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from validation.ordering import corpus_build, graph_inputs, launch_graph, lint
+from validation.ordering import corpus_build, crosscheck, graph_inputs, launch_graph, lint
 from validation.ordering.audit import audit_kernel
 from validation.ordering.binaries import load_binaries
 from validation.ordering.corpus_build import Build, Built
@@ -122,6 +122,9 @@ def _run_case(case: CorpusCase, arch: str, build: Build, loaded: _Loaded) -> Cas
     if kernel is None or ptx is None:
         return make(state=State.NOT_BUILT, note=loaded.errors.get(str(built.cubin), "kernel or PTX not found in its file"))
     result = audit_kernel(kernel, case.roles, ptx, case.launch)
+    if case.family == "cutedsl":
+        result = crosscheck.moved_by_nvvm(result, [case.source], [case.source.parent / PRELUDE])
+    result = replace(result, findings=(*result.findings, *crosscheck.unpolled_mailboxes(result, case.roles)))
     found = {(finding.rule, finding.parameter) for finding in result.findings}
     expected = case.expected(arch)
     missing, unexpected = compare(expected, found)

@@ -9,6 +9,7 @@ extern "C" __global__ void __launch_bounds__(128) asm_pure_weight(const float* x
   int i = blockIdx.x * 128 + threadIdx.x;
   float sum = 0.f;
   int j = 0;
+  #pragma unroll 1
   do {
     cudaGridDependencySynchronize();
     sum += fetch(w + i) * x[i + j];

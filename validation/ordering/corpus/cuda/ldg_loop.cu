@@ -7,6 +7,7 @@ extern "C" __global__ void __launch_bounds__(128) ldg_loop(const float* x, const
   int i = blockIdx.x * 128 + threadIdx.x;
   float sum = w[i];
   int j = 0;
+  #pragma unroll 1
   do {
     cudaGridDependencySynchronize();
     sum += __ldg(x + i) * stage(j);
