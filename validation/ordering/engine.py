@@ -30,6 +30,7 @@ class Record:
     depth: tuple[int, int, int, int]
     may: int
     assume: frozenset[int]
+    mbarrier: object = None  # which mbarrier it arrives at or waits for: (symbol, offset), None when not known
 
 
 @dataclass
@@ -62,28 +63,88 @@ def refine(analysis: Analysis, launch: LaunchFacts) -> Analysis:
     leader_role = WarpRole("thread 0", 0, 0, True)
     flows: list[Flow] = []
     leader: Flow | None = None
+    records: list[Record] = []
     for _ in range(MAX_ROUNDS):
         leader = _run(program, launch, leader_role, handover)
         flows = [_run(program, launch, role, handover) for role in roles]
-        found = handed_over([leader, *flows]) if launch.barrier_transitivity else {}
-        if found == handover.barriers:
+        records = [record for flow in flows for record in _records(flow)]
+        if not launch.barrier_transitivity:
             break
-        handover = Handover(barriers=found, mbarriers=handover.mbarriers)
-    records = [record for flow in flows for record in _records(flow)]
+        everyone = [*records, *_records(leader)]
+        found = Handover(handed_over([leader, *flows]), mbarriers_handed_over(flows, everyone))
+        if found == handover:
+            break
+        handover = found
     notes = set(analysis.notes).union(*(flow.notes for flow in flows))
     if handover.barriers:
-        notes.add("a full-block barrier hands the wait of one role to all: " + ", ".join(sorted(handover.barriers)))
+        notes.add("full-block barriers hand the wait of one role to all: " + ", ".join(sorted({name for name, _ in handover.barriers})))
+    if handover.mbarriers:
+        notes.add("mbarrier waits hand over the wait of their producer at " + ", ".join(f"{pc:#x}" for pc in sorted(handover.mbarriers)))
     return Analysis(program, flows, leader, records, True, analysis.wait_pcs, notes)
 
 
-def handed_over(flows: list[Flow]) -> dict[str, int]:
-    """Barrier id -> MUST bits that some kind of thread has behind it whenever it arrives there."""
-    found: dict[str, int] = {}
+def handed_over(flows: list[Flow]) -> dict[tuple[str, int], int]:
+    """What some kind of thread has behind it whenever it arrives at a barrier: MUST bits by (id, pc).
+
+    When all kinds of threads meet one barrier id at the same places, they pass them in the same order, so that one place is one
+    meeting. Otherwise any arrival may match any other, and only what holds at all of them counts.
+    """
+    places: dict[str, list[set[int]]] = {}
     for flow in flows:
-        for name, must in flow.barrier_must.items():
-            if must > 0:
-                found[name] = found.get(name, 0) | must
+        mine: dict[str, set[int]] = {}
+        for name, pc in flow.barrier_must:
+            mine.setdefault(name, set()).add(pc)
+        for name, pcs in mine.items():
+            places.setdefault(name, []).append(pcs)
+    found: dict[tuple[str, int], int] = {}
+    for name, sets in places.items():
+        aligned = len(sets) == len(flows) and all(pcs == sets[0] for pcs in sets)
+        for flow in flows:
+            arrivals = {pc: must for (other, pc), must in flow.barrier_must.items() if other == name}
+            if not aligned:
+                common = -1
+                for must in arrivals.values():
+                    common &= must
+                arrivals = {-1: common} if arrivals else {}
+            for pc, must in arrivals.items():
+                if must > 0:
+                    found[name, pc] = found.get((name, pc), 0) | must
     return found
+
+
+def mbarriers_handed_over(flows: list[Flow], records: list[Record]) -> dict[int, int]:
+    """What a successful try_wait has behind it: MUST bits common to everything that can complete its phase.
+
+    A phase that asynchronous copies complete needs all of their bytes, so only the copies count; otherwise every arrival does. A wait
+    whose first phase is not 0 passes at once (the idiom for slots that start empty) and hands over nothing.
+    """
+    compiler = flows[0].compiler
+    waits: dict[int, set[object]] = {}
+    copies: list[tuple[object, int]] = []
+    arrivals: list[tuple[object, int]] = []
+    for record in records:
+        if record.code.event == "try_wait":
+            waits.setdefault(record.code.pc, set()).add(record.mbarrier)
+        elif record.code.event == "arrive":
+            arrivals.append((record.mbarrier, record.must))
+        elif record.site is not None and record.site.mbarrier is not None:
+            copies.append((record.mbarrier, record.must))
+    found: dict[int, int] = {}
+    for pc, places in waits.items():
+        if compiler.first_phase.get(pc) != 0:
+            continue
+        completing = [must for place, must in copies if _may_alias(places, place)]
+        completing = completing or [must for place, must in arrivals if _may_alias(places, place)]
+        common = -1 if completing else 0
+        for must in completing:
+            common &= must
+        if common > 0:
+            found[pc] = common
+    return found
+
+
+def _may_alias(places: set[object], place: object) -> bool:
+    return place is None or None in places or place in places
 
 
 def warp_roles(analysis: Analysis, launch: LaunchFacts) -> list[WarpRole]:
@@ -153,7 +214,24 @@ def _record(flow: Flow, key: Key, code: Code, state: list, resolver) -> Record:
         low, high = resolver.masks(state, site)
         resolved = resolver.resolve(low, high, site.descriptor, site.generic)
     waited = key[1] or bool(state[MUST] & WAITED)
-    return Record(code, site, key, flow, resolved, waited, state[MUST], state[DEPTH], state[MAY], state[ASSUME])
+    return Record(
+        code, site, key, flow, resolved, waited, state[MUST], state[DEPTH], state[MAY], state[ASSUME], _mbarrier_of(flow, code, state)
+    )
+
+
+def _mbarrier_of(flow: Flow, code: Code, state: list) -> object:
+    if code.event in ("try_wait", "arrive") and code.event_slots:
+        value, offset = state[code.event_slots[0]], code.event_offset
+    elif code.site is not None and code.site.mbarrier is not None:
+        value, offset = state[code.site.mbarrier], 0
+    else:
+        return None
+    if value.const is not None:
+        return 0, value.const + offset
+    if not value.symbol:
+        return None
+    node = flow.domain.nodes[value.symbol]
+    return (node[1], node[2] + offset) if node[0] == "plus" else (value.symbol, offset)
 
 
 __all__ = ["FIRST", "Analysis", "Record", "analyse", "refine"]

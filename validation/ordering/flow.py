@@ -80,9 +80,9 @@ def compile_program(kernel: KernelBinary) -> Program:
 
 @dataclass
 class Handover:
-    """What a full-block barrier (by id text) or an mbarrier try_wait (by pc) is known to pass on: MUST bits."""
+    """What a full-block barrier or an mbarrier try_wait (by pc) is known to pass on: MUST bits."""
 
-    barriers: dict[str, int] = field(default_factory=dict)
+    barriers: dict[tuple[str, int], int] = field(default_factory=dict)  # (id, pc), or (id, -1) wherever it stands
     mbarriers: dict[int, int] = field(default_factory=dict)
 
 
@@ -96,10 +96,10 @@ class Flow:
         self.came_from: dict[Key, Key | None] = {}
         self.visits: dict[Key, int] = {}
         self.exits: list[tuple[Key, int, frozenset[int]]] = []  # key, MUST, conditions at a reachable exit
-        self.barrier_must: dict[str, int] = {}  # barrier id -> MUST bits common to every arrival
+        self.threads: int | None = program.kernel.cta_threads
+        self.barrier_must: dict[tuple[str, int], int] = {}  # (barrier id, pc) -> MUST bits common to every arrival
         self.branch_symbols: set[int] = set()  # undecided stable conditions
         self.skips: set[int] = set()  # signed symbols under which a guarded grid wait is skipped
-        self.first_phase: dict[int, int | None] = {}
         self.notes: set[str] = set()
         self._poll_mask = 0
         for mask in self.compiler.strong_loads.values():
@@ -274,10 +274,10 @@ class Flow:
             if instruction < len(self.program.codes):
                 self.notes.add(f"control runs into the middle of a block at {instruction * INSTRUCTION_BYTES:#x}")
             return
-        yield (target, key[1], key[2]), state
+        yield (target, key[1] or bool(state[MUST] & WAITED), key[2]), state
 
     def enter(self, key: Key, state: State, block: int) -> Iterator[tuple[Key, State]]:
-        yield (block, key[1], key[2]), state
+        yield (block, key[1] or bool(state[MUST] & WAITED), key[2]), state
 
     def branch(
         self, key: Key, before: State, state: State, opcode: str, operands: str, guard: int | None, sense: bool
@@ -369,14 +369,13 @@ class Flow:
         return after
 
     def barrier(self, key: Key, state: State, instruction) -> Iterator[tuple[Key, State]]:
-        name = barrier_name(instruction.operands)
+        name = self.barrier_id(instruction.operands)
         after = state[:]
         depth = after[DEPTH]
         after[DEPTH] = (depth[GRID], depth[BARRIER] + 1, depth[MBARRIER], depth[ACQUIRE])
         if name is not None:
-            after[MUST] |= self.handover.barriers.get(name, 0)
-        block = self.graph.blocks[key[0]]
-        yield from self.go((key[0], bool(after[MUST] & WAITED) or key[1], key[2]), after, block.last + 1)
+            after[MUST] |= self.handover.barriers.get((name, -1), 0) | self.handover.barriers.get((name, instruction.pc), 0)
+        yield from self.go(key, after, self.graph.blocks[key[0]].last + 1)
 
     def call(self, key: Key, state: State, index: int) -> Iterator[tuple[Key, State]]:
         block = self.graph.blocks[key[0]]
@@ -412,6 +411,15 @@ class Flow:
         for target in block.successors:
             yield from self.enter(key, state, target)
 
+    def barrier_id(self, operands: str) -> str | None:
+        """Id of a barrier that all threads of the block take part in; None for part of the block or an id known at run time."""
+        parsed = parse_operands(operands)
+        if any(operand.kind != "number" for operand in parsed) or len(parsed) > 2:
+            return None
+        if len(parsed) == 2 and parsed[1].number != self.threads:
+            return None
+        return str(parsed[0].number) if parsed else "0"
+
     # ------------------------------------------------------------------ facts, once the states are final
     def finish(self, key: Key) -> None:
         block = self.graph.blocks[key[0]]
@@ -425,16 +433,8 @@ class Flow:
             if block.kind == "EXIT":
                 self.exits.append((key, here[MUST], here[ASSUME]))
             else:
-                name = barrier_name(self.program.kernel.instructions[block.last].operands)
+                instruction = self.program.kernel.instructions[block.last]
+                name = self.barrier_id(instruction.operands)
                 if name is not None:
-                    self.barrier_must[name] = self.barrier_must.get(name, -1) & here[MUST]
-
-
-def barrier_name(operands: str) -> str | None:
-    """Id of a barrier that all threads of the block take part in; None for part of the block or an id known at run time."""
-    parsed = parse_operands(operands)
-    if len(parsed) == 1 and parsed[0].kind == "number":
-        return str(parsed[0].number)
-    if not parsed:
-        return "0"
-    return None
+                    place = (name, instruction.pc)
+                    self.barrier_must[place] = self.barrier_must.get(place, -1) & here[MUST]

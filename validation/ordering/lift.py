@@ -220,22 +220,25 @@ def mbarrier(c: Compiler, code: Code, root: str, modifiers: tuple[str, ...], ope
     predicates = [operand for operand in operands[:1] if operand.kind == "pred"]
     targets = [operand for operand in operands[:1] if operand.kind == "reg"]
     addresses = [operand for operand in operands if operand.kind == "addr"]
-    low = c.address(addresses[0], modifiers, False)[0] if addresses else ()
+    low, _, code.event_offset = c.address(addresses[0], modifiers, False) if addresses else ((), (), 0)
     if "PHASECHK" in modifiers:
         symbol = c.domain.node("mbar", code.pc)
         bit = c.mbar_bits[code.pc] = c.domain.bit(("mbar", code.pc))
         value = c.domain.make(None, symbol, 0, bit)
 
+        phase = [operand for operand in operands if operand.kind in ("reg", "number")]
+        phase_slot, first_phase, pc = c.read(phase[-1], ops) if phase else c.zero, c.first_phase, code.pc
+
         def forget(s: State) -> None:
+            if pc not in first_phase:
+                first_phase[pc] = s[phase_slot].const
             if s[ASSUME]:
                 s[ASSUME] = s[ASSUME] - {symbol, -symbol}
 
         ops.append(forget)
         for operand in predicates:
             set_value(ops, destination(c, operand), value)
-        code.event = "try_wait"
-        phase = [operand for operand in operands if operand.kind in ("reg", "number")]
-        code.event_slots = (*low[:1], c.read(phase[-1], ops) if phase else c.zero)
+        code.event, code.event_slots = "try_wait", low[:1]
         return
     for operand in targets:
         for step in range(2):

@@ -62,6 +62,7 @@ class Code:
     site: AccessSite | None = None
     event: str = ""
     event_slots: tuple[int, ...] = ()
+    event_offset: int = 0  # immediate of the address in event_slots[0]
     guard: int | None = None
     guard_sense: bool = True
     barrier: str = ""  # barrier id text of BAR, "" when only known at run time
@@ -82,6 +83,7 @@ class Compiler:
         self.param_end = kernel.param_base + max((p.offset + p.size for p in kernel.parameters), default=1 << 15)
         self.strong_loads: dict[int, int] = {}  # pc -> mask of its MEM sources
         self.mbar_bits: dict[int, int] = {}
+        self.first_phase: dict[int, int | None] = {}  # try_wait pc -> phase operand when first executed
         self.zero = self.value_slot(self.domain.zero)
         self.one = self.value_slot(self.domain.one)
         number = int("".join(c for c in kernel.arch if c.isdigit()) or 0)
