@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from kimi_k3_decode.config import ModelConfig, Shard
 from kimi_k3_decode.ops.contract import Access, Contract, Role
@@ -166,7 +167,7 @@ class _Builder:
         splits = CONTEXT_SPLITS.at(self.rows)
         tables = {"lengths_B": "table.lengths", "block_table_BN": "table.block_table", "pages_STM": f"state.{tag}.pages"}
         partials = {"partial_XTHL": "mla_partial", "lse_XTH": "mla_lse"}
-        cache = {"cache_dtype": self.cache_dtype}
+        cache: dict[str, Any] = {"cache_dtype": self.cache_dtype}
         return [
             self.launch(f"{tag}.mla_query", "mla_query", {"proj_TP": "proj", "q_THM": "mla_q", **tables}, layer, q=self.q, **cache),
             self.launch(

@@ -139,7 +139,12 @@ class SpecializedPath:
             elif launch.op == "route" and launch.layer is not None:
                 chosen[launch.layer] = buffers["ids"][:live].long()
 
-        self._run(graphs, live, watch)
+        try:
+            self._run(graphs, live, watch)
+        except BaseException:
+            # Half a step leaves messages behind; the next step starts from armed mailboxes. What it wrote to the caches stays written.
+            self._mailboxes, self._graphs, self._steps = {}, {}, {}
+            raise
         self._steps[rows] = self._steps.get(rows, 0) + 1
         first = self._ranks[0].buffers
         self.top_ids_TZ = first["top_ids"][:live]

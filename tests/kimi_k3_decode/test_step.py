@@ -193,6 +193,40 @@ def test_outputs_survive_later_steps(f64, stock64):
     assert torch.equal(first.taps_IBQD, kept[1])
 
 
+def test_steps_of_changing_shape_share_mailboxes_by_row_count(f64, stock64):
+    """Row counts and q alternate irregularly; parities run on per row count, and every step equals stock."""
+    caches = prefilled(stock64)
+    twin = caches.fork()
+    path = SpecializedPath(f64, F64)
+    for number, (requests, q) in enumerate(
+        (((0, 1, 2), 1), ((1,), 4), ((1, 2), 2), ((0,), 1), ((0, 1, 2), 1), ((2,), 4), ((0,), 1), ((0, 2), 2))
+    ):
+        given = tokens(len(requests), q, number)
+        got = path.step(caches.batch(given, requests), caches).logits_BQV
+        want = stock64.step(twin.batch(given, requests), twin).logits_BQV
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-9)
+        for mine in (caches, twin):
+            mine.advance(requests, [q] * len(requests))
+
+
+def test_a_failed_step_does_not_spoil_the_next(f64, stock64):
+    broken = [True]
+
+    def sometimes(config, contract, operands, arithmetic):
+        if broken[0]:
+            raise RuntimeError("planted")
+        return ORACLES["latent_reduce"](config, contract, operands, arithmetic)
+
+    caches = prefilled(stock64)
+    path = SpecializedPath(f64, F64, oracles={"latent_reduce": sometimes})
+    with pytest.raises(RuntimeError, match="planted"):
+        path.step(caches.fork().batch(tokens(3, 1)), caches.fork())
+    broken[0] = False
+    twin = caches.fork()
+    got = path.step(caches.batch(tokens(3, 1)), caches).logits_BQV
+    torch.testing.assert_close(got, stock64.step(twin.batch(tokens(3, 1)), twin).logits_BQV, rtol=0, atol=1e-9)
+
+
 def test_too_many_rows_and_other_dtypes_are_refused(f64, stock64):
     caches = Caches.allocate(NANO, 17, 64, q_max=4, dtype=F64)
     with pytest.raises(Unsupported, match="needs <= 64"):
