@@ -22,42 +22,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from evals.pairing import PairedAnswers
+from evals.policy import SuitePolicy
 from evals.stats.exact import McNemar, holm, mcnemar
 from evals.stats.paired import MeanWithError, NonInferiority, PairedDifference, mean_with_error, non_inferiority, paired_difference
 from evals.stats.power import TopUp, detectable_drop, difference_variance, top_up
 from evals.stats.sequential import Monitor
 from validation.core.types import Status
-
-
-@dataclass(frozen=True, kw_only=True)
-class SuitePolicy:
-    """What is decided before the run. Scores, shares and `delta` are fractions of one (0.02 is two points)."""
-
-    suite: str
-    delta: float  # allowed drop
-    floor: float = 0.05  # stock at or below this cannot show harm (use the guess rate plus a margin for multiple choice)
-    ceiling: float = 0.985  # stock at or above this cannot show much
-    alpha: float = 0.05  # one-sided
-    power: float = 0.80
-    family: int = 4  # suites that are tested for a drop together
-    max_truncated: float = 0.05
-    token_band: tuple[float, float] = (0.90, 1.10)
-    min_paired_share: float = 0.98
-
-    def __post_init__(self) -> None:
-        problems = []
-        if not 0 < self.delta < 1:
-            problems.append(f"delta {self.delta} (0 < delta < 1)")
-        if not 0 <= self.floor < self.ceiling <= 1:
-            problems.append(f"floor and ceiling {self.floor}, {self.ceiling} (0 <= floor < ceiling <= 1)")
-        if not 0 < self.alpha < 0.5 or not 0.5 <= self.power < 1:
-            problems.append(f"alpha and power {self.alpha}, {self.power} (0 < alpha < 0.5 <= power < 1)")
-        if self.family < 1:
-            problems.append(f"family {self.family} (>= 1)")
-        if not 0 < self.token_band[0] < 1 < self.token_band[1]:
-            problems.append(f"token_band {self.token_band} (below and above 1)")
-        if problems:
-            raise ValueError(f"gate policy of {self.suite}: got {'; '.join(problems)}; correct the policy file")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,16 +67,32 @@ class SuiteGate:
     missing_candidate: int
     swapped: int
     looks: int
-    status: Status
-    reasons: tuple[str, ...]
+    drop_proven: bool = False  # at level alpha / family
+    status: Status = Status.NOT_PROVEN
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def harmful(self) -> bool:
+        """A proven drop that is not both below delta and within one standard error."""
+        return self.drop_proven and not self.small
+
+    @property
+    def small(self) -> bool:
+        return self.non_inferiority.proven and self.one_se.holds
+
+    @property
+    def cut_off(self) -> bool:
+        """The candidate's replies hit the token limit too often, and provably more often than stock's."""
+        return self.truncated_candidate > self.policy.max_truncated and self.p_truncated < self.policy.alpha / self.policy.family
 
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyGate:
-    """All suites together; `p_drop_holm` is in the order of `suites`."""
+    """All suites together; `p_drop_holm` is in the order of `suites`, `dropped` names those with a harmful drop after correction."""
 
     suites: tuple[str, ...]
     p_drop_holm: tuple[float, ...]
+    dropped: tuple[str, ...]
     status: Status
     reasons: tuple[str, ...]
 
@@ -154,11 +140,9 @@ def judge_suite(pairs: PairedAnswers, policy: SuitePolicy, monitor: Monitor | No
         missing_candidate=pairs.missing_candidate,
         swapped=pairs.swapped,
         looks=len(monitor.information) if monitor is not None else 1,
-        status=Status.NOT_PROVEN,
-        reasons=(),
         **measured,  # type: ignore[arg-type]
     )
-    return decide(draft, _drop_proven(draft, monitor))
+    return decide(replace(draft, drop_proven=_drop_proven(draft, monitor)))
 
 
 def _exact_test(pairs: PairedAnswers) -> McNemar | None:
@@ -187,9 +171,9 @@ def _drop_proven(gate: SuiteGate, monitor: Monitor | None) -> bool:
     return bool(gate.difference.mean_adjusted < -strict.critical * gate.difference.se_adjusted)
 
 
-def decide(gate: SuiteGate, drop_proven: bool) -> SuiteGate:
-    """Give `gate` its status and reasons; `drop_proven` is the corrected test for a drop."""
-    failures = _failures(gate, drop_proven)
+def decide(gate: SuiteGate) -> SuiteGate:
+    """Give `gate` the status and reasons that follow from what was measured."""
+    failures = _failures(gate)
     gaps = _gaps(gate)
     status = Status.FAIL if failures else Status.NOT_PROVEN if gaps else Status.PASS
     return replace(gate, status=status, reasons=tuple([*failures, *gaps]))
@@ -200,16 +184,15 @@ def points(share: float) -> str:
     return f"{100 * share:.2f} points"
 
 
-def _failures(gate: SuiteGate, drop_proven: bool) -> list[str]:
+def _failures(gate: SuiteGate) -> list[str]:
     policy, reasons = gate.policy, []
-    within = gate.non_inferiority.proven and gate.one_se.holds
-    if drop_proven and not within:
+    if gate.harmful:
         reasons.append(f"score drops by {points(-gate.difference.mean)} (p = {gate.p_drop:.2g}, uncorrected over {policy.family} suites)")
     if gate.missing_candidate > 0:
         reasons.append(f"{gate.missing_candidate} replies of the candidate are missing or have no score (stock has them)")
     if gate.swapped > 0:
         reasons.append(f"{gate.swapped} replies of the candidate are stock's replies to another item: swapped between requests")
-    if gate.truncated_candidate > policy.max_truncated and gate.p_truncated < policy.alpha / policy.family:
+    if gate.cut_off:
         shares = f"{gate.truncated_candidate:.1%} of the candidate's and {gate.truncated_stock:.1%} of stock's"
         reasons.append(f"{shares} replies hit the token limit")
     low, high = policy.token_band
@@ -229,7 +212,7 @@ def _gaps(gate: SuiteGate) -> list[str]:
         reasons.append(f"stock scores {gate.stock.mean:.3f}, at the floor {policy.floor}: harm could not show")
     if gate.stock.mean >= policy.ceiling:
         reasons.append(f"stock scores {gate.stock.mean:.3f}, at the ceiling {policy.ceiling}: the suite is too easy to tell")
-    if gate.truncated_candidate > policy.max_truncated >= gate.truncated_stock:
+    if gate.truncated_candidate > policy.max_truncated and not gate.cut_off:
         reasons.append(
             f"{gate.truncated_candidate:.1%} of the candidate's replies hit the token limit, more than stock's but not provably so"
         )
@@ -242,9 +225,7 @@ def _gaps(gate: SuiteGate) -> list[str]:
     elif not gate.non_inferiority.proven:
         reasons.append(f"a drop of {points(policy.delta)} is not excluded (lower bound {points(gate.non_inferiority.lower)})")
     if not gate.one_se.holds:
-        reasons.append(
-            f"difference {points(gate.one_se.difference)} exceeds one standard error {points(gate.one_se.se)}, as chance can"
-        )
+        reasons.append(f"difference {points(gate.one_se.difference)} exceeds one standard error {points(gate.one_se.se)}, as chance can")
     return reasons
 
 
@@ -261,19 +242,19 @@ def advice(needed: TopUp | None) -> str:
 def judge_family(gates: Sequence[SuiteGate]) -> FamilyGate:
     """All suites: pass only if each passes; a Holm-corrected drop fails even where the suite's own Bonferroni test did not."""
     adjusted = holm([gate.p_drop for gate in gates])
-    reasons, failed = [], False
+    reasons, dropped = [], []
     for gate, p in zip(gates, adjusted, strict=True):
-        within = gate.non_inferiority.proven and gate.one_se.holds
-        dropped = bool(p < gate.policy.alpha) and not within
-        if dropped or gate.status is Status.FAIL:
-            failed = True
-        if dropped and gate.status is not Status.FAIL:
-            reasons.append(f"{gate.suite}: score drops by {points(-gate.difference.mean)} (Holm p = {p:.2g})")
+        if gate.harmful or (p < gate.policy.alpha and not gate.small):
+            dropped.append(gate.suite)
+            if not gate.harmful:
+                reasons.append(f"{gate.suite}: score drops by {points(-gate.difference.mean)} (Holm p = {p:.2g})")
         reasons.extend(f"{gate.suite}: {reason}" for reason in gate.reasons)
+    failed = bool(dropped) or any(gate.status is Status.FAIL for gate in gates)
     passed = bool(gates) and all(gate.status is Status.PASS for gate in gates)
     return FamilyGate(
         suites=tuple(gate.suite for gate in gates),
         p_drop_holm=tuple(float(p) for p in adjusted),
+        dropped=tuple(dropped),
         status=Status.FAIL if failed else Status.PASS if passed else Status.NOT_PROVEN,
         reasons=tuple(reasons),
     )

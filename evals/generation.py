@@ -20,6 +20,7 @@ from evals.records import RecordFile, Reply, ReplyKey, digest
 from validation.core.types import HarnessError
 
 PATHS = ("stock", "candidate")
+GIVE_UP_AFTER = 8  # prompts of a path that fail without a single success: asking the rest one by one would only take time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +122,7 @@ class PairedSession:
         fingerprints: Mapping[str, str],
         *,
         base_seed: int = 0,
-        max_rows: int = 64,
+        max_rows: int = 128,
         max_batch_tokens: int = 131_072,
         progress: Progress | None = None,
     ) -> None:
@@ -135,6 +136,8 @@ class PairedSession:
         self._max_rows = max_rows
         self._max_batch_tokens = max_batch_tokens
         self._progress: Progress = progress or Silent()
+        self._failures: dict[str, list[str]] = {path: [] for path in PATHS}
+        self._succeeded = dict.fromkeys(PATHS, False)
 
     def replies(self, path: str, requests: Sequence[Request]) -> list[Reply]:
         """One recorded reply a request, in order, for `path` ("stock" or "candidate")."""
@@ -197,22 +200,34 @@ class PairedSession:
             yield batch
 
     def _run(self, batch: Sequence[Request]) -> dict[str, list[PathReply | str]]:
-        """Both paths' replies; where a whole batch fails, prompt by prompt and path by path, with the error as the outcome."""
+        """Both paths' replies. Where the pair fails, each path runs on its own and failures are cornered by halving the batch."""
         try:
             pair = self.engine.generate_pair([r.prompt for r in batch], _params(batch))
-            return {path: _complete(path, pair[path], len(batch)) for path in PATHS}
+            made = {path: _complete(path, pair[path], len(batch)) for path in PATHS}
         except (HarnessError, MemoryError):
             raise
-        except Exception:  # which prompt and path is to blame shows below
-            return {path: [self._run_alone(path, request) for request in batch] for path in PATHS}
+        except Exception:  # which path and which prompts are to blame shows below
+            made = {path: self._run_path(path, batch) for path in PATHS}
+        for path, replies in made.items():
+            self._succeeded[path] |= any(isinstance(reply, PathReply) for reply in replies)
+        return made
 
-    def _run_alone(self, path: str, request: Request) -> PathReply | str:
+    def _run_path(self, path: str, batch: Sequence[Request]) -> list[PathReply | str]:
+        if len(self._failures[path]) >= GIVE_UP_AFTER and not self._succeeded[path]:
+            return [f"error: not asked, {GIVE_UP_AFTER} prompts failed before and none succeeded: {self._failures[path][-1]}"] * len(batch)
         try:
-            return _complete(path, self.engine.generate([request.prompt], _params([request]), path), 1)[0]
+            replies = self.engine.generate([r.prompt for r in batch], _params(batch), path)
+            made = _complete(path, replies, len(batch))
+            self._succeeded[path] = True
+            return made
         except (HarnessError, MemoryError):
             raise
         except Exception as error:
-            return f"error: {type(error).__name__}: {error}"[:400]
+            if len(batch) == 1:
+                self._failures[path].append(f"{type(error).__name__}: {error}"[:300])
+                return [f"error: {self._failures[path][-1]}"]
+        half = len(batch) // 2
+        return self._run_path(path, batch[:half]) + self._run_path(path, batch[half:])
 
     def _reply(self, path: str, request: Request, answer: PathReply | str, prompt_tokens: int, seconds: float) -> Reply:
         outcome = PathReply(token_ids=(), text="", finish_reason=answer) if isinstance(answer, str) else answer

@@ -18,10 +18,11 @@ import numpy as np
 import pandas as pd
 from lm_eval.defaults import DEFAULT_OTHER_SEED
 
-from evals.gate import SuiteGate, SuitePolicy, judge_suite
+from evals.gate import SuiteGate, judge_suite
 from evals.generation import PATHS, PairedSession, Request
 from evals.lm import ChatTemplate, RecordedLM, quiet_lm_eval
 from evals.pairing import ANSWER_COLUMNS, PairedAnswers, pair_answers
+from evals.policy import SuitePolicy
 from evals.records import Reply, ReplyKey, digest
 from evals.stats.paired import paired_difference
 from evals.stats.sequential import Monitor
@@ -182,6 +183,7 @@ def answers_table(
                 "truncated": reply.truncated,
                 "text": reply.text or "",
                 "finish_reason": reply.finish_reason,
+                "path_share": float(reply.extra.get("path_share", float("nan"))),
             }
         )
-    return pd.DataFrame(rows, columns=[*ANSWER_COLUMNS, "level", "finish_reason"])
+    return pd.DataFrame(rows, columns=[*ANSWER_COLUMNS, "level", "finish_reason", "path_share"])

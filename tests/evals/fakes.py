@@ -72,7 +72,8 @@ class ScriptedEngine:
     """Answers rightly with probability `accuracy`, drawn from prompt and seed, the same on both paths unless a fault is planted.
 
     Faults of the candidate: `drop` (share of right answers turned wrong), `truncate`, `lose`, `crash` (shares of prompts), `swap` (pairs of
-    neighbours in a batch exchange replies), `long` (filler after the answer). `calls` counts prompts generated, by path.
+    neighbours in a batch exchange replies), `long` (filler after the answer), `fall_back` (share of steps
+    that ran stock instead). `calls` counts prompts generated, by path.
     """
 
     def __init__(
@@ -117,7 +118,8 @@ class ScriptedEngine:
             text, finish = text[: len(text) // 2], "length"
         if self._planted("long", path, "always"):
             text += " " * 12
-        return PathReply(token_ids=tuple(map(ord, text)), text=text, finish_reason=finish)
+        share = {"path_share": 1.0 - self._faults.get("fall_back", 0.0)} if path == "candidate" else {}
+        return PathReply(token_ids=tuple(map(ord, text)), text=text, finish_reason=finish, extra=share)
 
     def loglikelihood(self, pairs, path: str):
         return [(-float(len(continuation)), True) for _, continuation in pairs]

@@ -4,8 +4,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from evals.gate import SuitePolicy, advice, judge_family, judge_suite, one_standard_error
+from evals.gate import advice, judge_family, judge_suite, one_standard_error
 from evals.pairing import pair_answers
+from evals.policy import SuitePolicy
 from evals.stats.paired import MeanWithError
 from evals.stats.sequential import Monitor
 from validation.core.types import Status
