@@ -13,9 +13,7 @@ from validation.ordering.rules_sync import RULES_OF_SYNCHRONISATION
 STRENGTHS = {"weak": "weak", "mmio": "mmio"}
 
 
-def audit_kernel(
-    kernel: KernelBinary, roles: RoleMap, ptx: PtxKernel | None = None, launch: LaunchFacts | None = None
-) -> AuditResult:
+def audit_kernel(kernel: KernelBinary, roles: RoleMap, ptx: PtxKernel | None = None, launch: LaunchFacts | None = None) -> AuditResult:
     """Every finding of the single-kernel rules, with the accesses and waits they rest on.
 
     A kernel that holds no instruction, or whose analysis could not finish, comes back with `complete=False` and a note saying why;
@@ -82,7 +80,9 @@ def _assemble(subject: Subject, findings: list[Finding], started: float, compare
 def _unreached(analysis: Analysis, reached: set[int]) -> list:
     """Blocks with accesses that no path reaches: only those matter, padding behind the last exit does not."""
     events = analysis.program.events
-    return [block for block in analysis.program.graph.blocks if block.index not in reached and any(code.site for code in events[block.index])]
+    return [
+        block for block in analysis.program.graph.blocks if block.index not in reached and any(code.site for code in events[block.index])
+    ]
 
 
 def _accesses(subject: Subject) -> tuple[Access, ...]:

@@ -56,7 +56,8 @@ def build_graph(kernel: KernelBinary) -> Graph:
     """Blocks and edges. Targets outside the section or off an instruction boundary become notes, never errors."""
     instructions = kernel.instructions
     count = len(instructions)
-    leaders, notes = {0}, []
+    leaders = {0}
+    notes: list[str] = []
     targets: dict[int, list[int]] = {}
     for index, instruction in enumerate(instructions):
         root, modifiers = opcodes.root_of(instruction.opcode)

@@ -27,7 +27,7 @@ class Record:
     resolved: Resolved
     waited: bool
     must: int
-    depth: tuple[int, int, int, int]
+    depth: tuple[int, ...]
     may: int
     assume: frozenset[int]
     mbarrier: object = None  # which mbarrier it arrives at or waits for: (symbol, offset), None when not known

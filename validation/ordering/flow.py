@@ -29,6 +29,7 @@ from validation.ordering.machine import (
     Code,
     Compiler,
     State,
+    bump,
 )
 from validation.ordering.model import INSTRUCTION_BYTES, KernelBinary
 from validation.ordering.operands import parse_operands
@@ -318,8 +319,7 @@ class Flow:
         if value.symbol == 0 and not outcome:
             return after
         after = after[:]
-        depth = after[DEPTH]
-        after[DEPTH] = (depth[GRID], depth[BARRIER], depth[MBARRIER] + 1, depth[ACQUIRE])
+        bump(after, MBARRIER)
         for pc, bit in self.compiler.mbar_bits.items():
             if mask & bit and pc in self.handover.mbarriers:
                 after[MUST] |= self.handover.mbarriers[pc]
@@ -340,8 +340,7 @@ class Flow:
                 bases = self.program.resolver.polled.get(pc, frozenset())
                 if self.program.resolver.acquires(pc, self.graph):
                     after = after[:]
-                    depth = after[DEPTH]
-                    after[DEPTH] = (depth[GRID], depth[BARRIER], depth[MBARRIER], depth[ACQUIRE] + 1)
+                    bump(after, ACQUIRE)
                     after[MUST] |= self.program.resolver.acquire_bit(bases)
                 self.program.resolver.ended_polls.add(pc)
         return after
@@ -363,16 +362,14 @@ class Flow:
 
     def waited(self, state: State) -> State:
         after = state[:]
-        depth = after[DEPTH]
         after[MUST] |= WAITED
-        after[DEPTH] = (depth[GRID] + 1, depth[BARRIER], depth[MBARRIER], depth[ACQUIRE])
+        bump(after, GRID)
         return after
 
     def barrier(self, key: Key, state: State, instruction) -> Iterator[tuple[Key, State]]:
         name = self.barrier_id(instruction.operands)
         after = state[:]
-        depth = after[DEPTH]
-        after[DEPTH] = (depth[GRID], depth[BARRIER] + 1, depth[MBARRIER], depth[ACQUIRE])
+        bump(after, BARRIER)
         if name is not None:
             after[MUST] |= self.handover.barriers.get((name, -1), 0) | self.handover.barriers.get((name, instruction.pc), 0)
         yield from self.go(key, after, self.graph.blocks[key[0]].last + 1)

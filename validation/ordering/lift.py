@@ -9,12 +9,14 @@ from validation.ordering.machine import (
     DIRTY_SHARED,
     MAY,
     PENDING_MASK,
+    RELEASE,
     RELEASED,
     AccessSite,
     Code,
     Compiler,
     Op,
     State,
+    bump,
     guard_of,
     parse,
 )
@@ -69,10 +71,13 @@ def track(c: Compiler, code: Code, ops: list[Op]) -> None:
         ops.append(dirty)
     sets = {"release": RELEASED, "shared_store": DIRTY_SHARED}.get(code.event, 0)
     clears = {"membar": PENDING_MASK, "proxy_fence": DIRTY_MASK | DIRTY_SHARED}.get(code.event, 0)
+    released = code.event == "membar"
     if sets or clears:
 
         def change(s: State) -> None:
             s[MAY] = s[MAY] & ~clears | sets
+            if released:
+                bump(s, RELEASE)
 
         ops.append(change)
 

@@ -3,7 +3,7 @@
 Layout of the list: MUST, DEPTH, MAY, ASSUME, MEMORY, TRASH, then one slot per register, then (at negative indices) constants.
 The first five hold the order state, so that one list copy carries everything:
 - MUST    int, bits of waits that every path has passed (bit 0: the grid wait);
-- DEPTH   tuple, the smallest number of waits of each kind on any path (grid, barrier, mbarrier, acquire);
+- DEPTH   tuple, the smallest number of each kind passed on any path (grid waits, barriers, mbarrier waits, acquires, releases);
 - MAY     int, bits of events that some path has passed (dependents released, shared memory written, ...);
 - ASSUME  frozenset of signed symbols: conditions known to hold on this path;
 - MEMORY  dict of stack and shared-memory slots to values (replaced, never changed in place).
@@ -21,7 +21,7 @@ from validation.ordering.operands import Operand, Term, half_bits, parse_operand
 from validation.ordering.values import Domain, Value
 
 MUST, DEPTH, MAY, ASSUME, MEMORY, TRASH, FIRST = range(7)
-GRID, BARRIER, MBARRIER, ACQUIRE = range(4)
+GRID, BARRIER, MBARRIER, ACQUIRE, RELEASE = range(5)
 WAITED = 1  # bit of the grid wait in MUST
 RELEASED, DIRTY_SHARED = 1, 2  # bits of MAY
 DIRTY_GLOBAL_SHIFT = 8  # MAY bits 8 + 2i, 9 + 2i: parameter i was written since the last proxy fence; written weakly since the last membar
@@ -32,6 +32,12 @@ STACK_TOP = 0x00FFFD00  # stands for the initial stack pointer, whose real value
 
 State = list[Any]  # heterogeneous on purpose: see the module text
 Op = Callable[[State], None]
+
+
+def bump(state: State, kind: int) -> None:
+    """One more of that kind is behind this state. Changes the list in place."""
+    depth = state[DEPTH]
+    state[DEPTH] = (*depth[:kind], depth[kind] + 1, *depth[kind + 1 :])
 
 
 @dataclass(slots=True)
@@ -127,7 +133,7 @@ class Compiler:
         return self.slot(f"~{self._temporaries % 8}")
 
     def initial(self) -> State:
-        state: State = [0, (0, 0, 0, 0), 0, frozenset(), {}, self.domain.bottom]
+        state: State = [0, (0, 0, 0, 0, 0), 0, frozenset(), {}, self.domain.bottom]
         state.extend([self.domain.bottom] * len(self.slots))
         return state
 
@@ -236,4 +242,4 @@ def packed_halves(high: Operand, low: Operand) -> int:
     return half_bits(high.name or str(high.number)) << 16 | half_bits(low.name or str(low.number))
 
 
-__all__ = ["AccessSite", "Code", "Compiler", "Op", "State", "Term", "guard_of", "parse", "sources_of", "split_destinations"]
+__all__ = ["AccessSite", "Code", "Compiler", "Op", "State", "Term", "bump", "guard_of", "parse", "sources_of", "split_destinations"]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from validation.ordering.model import Parameter, PtxInstruction, PtxKernel
+from validation.ordering.opcodes import words
 
 MAX_BYTES = 256 << 20
 TYPE_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
@@ -24,46 +25,11 @@ _LABEL = re.compile(r"^([\w$%]+):\s*")
 _GUARD = re.compile(r"^@(!?)\s*(%?[\w$]+)\s+")
 _REGISTER_NAMES = re.compile(r"\.reg\s+(?:\.v\d\s+)?\.\w+\s+(.*)$", re.DOTALL)
 _WORD = re.compile(r"%?[A-Za-z_$][\w$]*")
-_KNOWN = frozenset(
-    [
-        "reg",
-        "shared",
-        "local",
-        "global",
-        "const",
-        "param",
-        "loc",
-        "pragma",
-        "version",
-        "target",
-        "address_size",
-        "file",
-        "section",
-        "callprototype",
-        "calltargets",
-        "branchtargets",
-        "align",
-        "maxntid",
-        "reqntid",
-        "minnctapersm",
-        "maxnreg",
-        "maxnctapersm",
-        "noreturn",
-        "explicitcluster",
-        "reqnctapercluster",
-        "maxclusterrank",
-        "visible",
-        "weak",
-        "extern",
-        "common",
-        "alias",
-        "func",
-        "entry",
-        "abi_preserve",
-        "abi_preserve_control",
-        "attribute",
-        "blocksareclusters",
-    ]
+_KNOWN = words(
+    """reg shared local global const param loc pragma version target address_size file section callprototype calltargets
+    branchtargets align maxntid reqntid minnctapersm maxnreg maxnctapersm noreturn explicitcluster reqnctapercluster
+    maxclusterrank visible weak extern common alias func entry abi_preserve abi_preserve_control attribute
+    blocksareclusters"""
 )
 
 
@@ -82,7 +48,8 @@ def _blank(match: re.Match[str]) -> str:
 
 def _statements(text: str) -> Iterator[tuple[int, str, str]]:
     """(line, statement, ender) with ender one of "{", "}", ";", ""."""
-    line, start, parts = 1, 1, []
+    line, start = 1, 1
+    parts: list[str] = []
     for match in _PIECE.finditer(text):
         piece = match.group(0)
         if piece in ("{", "}", ";"):
@@ -103,7 +70,8 @@ def _statements(text: str) -> Iterator[tuple[int, str, str]]:
 
 def split_operands(text: str) -> tuple[str, ...]:
     """Splits at commas outside brackets, braces and parentheses."""
-    found, depth, start = [], 0, 0
+    found: list[str] = []
+    depth = start = 0
     for index, char in enumerate(text):
         if char in "[{(":
             depth += 1
@@ -118,7 +86,8 @@ def split_operands(text: str) -> tuple[str, ...]:
 
 def parameters(text: str) -> tuple[Parameter, ...]:
     """Parameters of an entry's list with the offsets that the ABI gives them: each aligned to its own alignment."""
-    found, offset = [], 0
+    found: list[Parameter] = []
+    offset = 0
     for align, kind, pointee_align, name, count in _PARAM.findall(text):
         del pointee_align
         size = TYPE_BYTES.get(kind[1:], 4) * (int(count) if count else 1)
@@ -207,6 +176,9 @@ class _Kernel:
         name = word.group(1) if word else text[:20]
         if name == "reg":
             self.declare(text)
+        elif name == "branchtargets":
+            targets = split_operands(self.rename(text.partition(" ")[2]))
+            self.instructions.append(PtxInstruction(line=0, opcode=".branchtargets", operands=targets))
         elif name not in _KNOWN:
             self.notes.append(f"unknown directive .{name}")
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from validation.ordering import opcodes
 from validation.ordering.machine import DIRTY_GLOBAL_SHIFT, DIRTY_SHARED
 from validation.ordering.model import READING, Finding, Kind, ParamRef, Role
+from validation.ordering.opcodes import words
 from validation.ordering.operands import parse_operands
 from validation.ordering.rules import Subject
 
 MAILBOX_FIX = "poll and publish with acquire/release (or relaxed/volatile for self-validating data), with a fence between payload and flag"
 PROXY_FIX = "execute fence.proxy.async between the ordinary store and the asynchronous copy that reads it, in the storing threads"
 POLL_FIX = "poll with a relaxed, acquire, volatile or mmio load; plain and cached loads are hoisted out of the loop"
-EFFECTS = frozenset({"LDG", "LD", "LDS", "ATOMG", "ATOM", "ATOMS", "BAR", "SYNCS", "CALL", "S2R", "CS2R", "S2UR", "NANOSLEEP", "LDGMC", "VOTE"})
+EFFECTS = words("""LDG LD LDS LDL ATOMG ATOM ATOMS BAR SYNCS CALL S2R CS2R S2UR NANOSLEEP LDGMC VOTE ELECT""")
 
 
 def mailbox_findings(subject: Subject) -> list[Finding]:
@@ -68,7 +69,8 @@ def proxy_findings(subject: Subject) -> list[Finding]:
         elif site is not None and _reads_async(site.kind, subject, pc):
             for ref in sorted(record.resolved.bases):
                 if record.may & (1 << (DIRTY_GLOBAL_SHIFT + 2 * ref.index)):
-                    message = f"asynchronous copy reads {subject.name(ref)}, which ordinary stores of this kernel wrote, with no proxy fence"
+                    name = subject.name(ref)
+                    message = f"asynchronous copy reads {name}, which ordinary stores of this kernel wrote, with no proxy fence"
                     found[pc] = subject.finding("MO010", message, record, ref, fix=PROXY_FIX)
     return [found[pc] for pc in sorted(found)]
 

@@ -219,7 +219,7 @@ def shuffle(c: Compiler, modifiers: tuple[str, ...], operands: Operands, ops: li
 
 
 def logic3(c: Compiler, modifiers: tuple[str, ...], operands: Operands, ops: list[Op]) -> None:
-    predicates, target, values, trailing = carry_split(operands)
+    predicates, target, values, _ = carry_split(operands)
     domain = c.domain
     numbers = [value for value in values[2:] if value.kind == "number"]
     lut = numbers[-1].number & 0xFF if numbers else 0xFE

@@ -83,9 +83,8 @@ def load_slot(c: Compiler, space: str, pc: int, modifiers: tuple[str, ...], targ
                 s[slot] = lost if anything is None else anything
             return
         for step, slot in enumerate(targets):
-            value = None if first is None else memory.get((first[0], first[1], first[2] + 4 * step))  # type: ignore[index]
-            if value is None:
-                value = lost
+            known = None if first is None else memory.get((first[0], first[1], first[2] + 4 * step))  # type: ignore[index]
+            value = lost if known is None else known
             s[slot] = value if anything is None else join(value, anything)
 
     ops.append(op)
