@@ -91,11 +91,16 @@ def slope(x: Sequence[float], y: Sequence[float]) -> Slope:
     """Ordinary least squares of y on x. With fewer than three points, or no spread in x, all three numbers are NaN."""
     from scipy import stats
 
-    if len(x) < 3 or len(set(x)) < 2 or not all(map(math.isfinite, y)):
+    n = len(x)
+    x_N, y_N = torch.tensor(x, dtype=torch.float64), torch.tensor(y, dtype=torch.float64)
+    if n < 3 or len(set(x)) < 2 or not bool(torch.isfinite(y_N).all()):
         return Slope(value=math.nan, low=math.nan, high=math.nan)
-    fit = stats.linregress(x, y)
-    half = float(stats.t.ppf(0.975, len(x) - 2)) * float(fit.stderr)
-    return Slope(value=float(fit.slope), low=float(fit.slope) - half, high=float(fit.slope) + half)
+    off_N = x_N - x_N.mean()
+    spread = float(off_N.square().sum())
+    value = float((off_N * (y_N - y_N.mean())).sum()) / spread
+    residual = float((y_N - y_N.mean() - value * off_N).square().sum())
+    half = float(stats.t.ppf(0.975, n - 2)) * math.sqrt(residual / (n - 2) / spread)
+    return Slope(value=value, low=value - half, high=value + half)
 
 
 def drift(positions: Sequence[int], candidate: TokenErrors, stock: TokenErrors) -> Slope:

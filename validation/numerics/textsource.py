@@ -28,6 +28,7 @@ class _Chat:
         self.parts: list[str] = []
         self.length = 0
         self._said: dict[tuple[str, str], list[str]] = {}
+        self._latest: tuple[str, str] | None = None
 
     def _write(self, text: str) -> None:
         self.parts.append(text)
@@ -37,6 +38,7 @@ class _Chat:
         subject = self._rng.choice(_FORMS), self._rng.choice(_TOPICS)
         reply = _reply(self._rng)
         self._said.setdefault(subject, []).append(reply)
+        self._latest = subject
         self._write(f"User: Write a {subject[0]} about {subject[1]}.\nBot: {reply}\n")
 
     def question(self) -> str:
@@ -48,11 +50,14 @@ class _Chat:
         return f"{asked} {sign} {self._said[subject][which]}\n"
 
     def grow_to(self, n_characters: int) -> None:
-        """Turns until a question fits exactly at the end; a last turn is cut short where needed."""
-        question = self.question() if self._said else ""
+        """Turns until a question fits exactly at the end; a last turn is cut short where needed, and then nobody asks for it."""
+        question = self.question()
         while self.length + len(question) < n_characters:
             self.turn()
         text = "".join(self.parts)[: n_characters - len(question)]
+        if len(text) < self.length and self._latest is not None:
+            self._said[self._latest].pop()
+            self._said = {subject: replies for subject, replies in self._said.items() if replies}
         self.parts, self.length = [text, question], n_characters
 
 
