@@ -83,14 +83,16 @@ def first_wait_line(kernel: Function, sources: Sequence[Source]) -> int | None:
         if site.function is not None and isinstance(site.text.constant, str) and any(word in site.text.constant for word in WAIT_TEXT)
     }
     waits = WAIT_NAMES | waiting
-    lines = [item.end_lineno or item.lineno for item in ast.walk(kernel.node) if _is_wait(item, waits)]
+    lines = [
+        item.end_lineno or item.lineno for item in ast.walk(kernel.node) if isinstance(item, ast.Call | ast.While) and _is_wait(item, waits)
+    ]
     return min(lines) if lines else None
 
 
-def _is_wait(item: ast.AST, waits: frozenset[str] | set[str]) -> bool:
+def _is_wait(item: ast.Call | ast.While, waits: frozenset[str] | set[str]) -> bool:
     if isinstance(item, ast.Call):
         return called_name(item) in waits or _acquires(item)
-    return isinstance(item, ast.While) and any(isinstance(part, ast.Call) and _acquires(part) for part in ast.walk(item))
+    return any(isinstance(part, ast.Call) and _acquires(part) for part in ast.walk(item))
 
 
 def _acquires(call: ast.Call) -> bool:
