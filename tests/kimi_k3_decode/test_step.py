@@ -140,6 +140,35 @@ def test_nan_in_padding_rows_reaches_no_real_row(bf16, dtype):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, F64])
+def test_nan_in_cache_rows_nobody_may_see_reaches_nobody(bf16, dtype):
+    """Null slot and page, free pages, rows behind each request's length, slots of earlier drafts: all NaN, same bits out."""
+    weights = bf16.to(dtype)
+    stock = StockPath(weights, dtype)
+    clean = prefilled(stock)
+    poisoned = clean.fork()
+    for cache in poisoned.layers:
+        if isinstance(cache, KdaLayerCache):
+            keep = [poisoned.slots_RQ[r][0] for r in range(3)]
+            hidden = [slot for slot in range(cache.state_SHVK.shape[0]) if slot not in keep]
+            cache.state_SHVK[hidden], cache.conv_SWC[hidden], cache.conv_SWC[:, 3:] = torch.nan, torch.nan, torch.nan
+        else:
+            seen = torch.zeros(cache.pages_PTC.shape[:2], dtype=torch.bool)
+            for request, length in enumerate(LENGTHS):
+                for token in range(length):
+                    seen[poisoned.pages_R[request][token // 64], token % 64] = True
+            cache.pages_PTC[~seen] = torch.nan
+    outputs = []
+    for caches in (clean, poisoned):
+        path = SpecializedPath(weights, dtype)
+        outputs.append([path.step(caches.batch(tokens(3, 4)), caches).logits_BQV])
+        caches.advance(range(3), [2, 4, 1])
+        outputs[-1].append(path.step(caches.batch(tokens(3, 1), pad_to=4), caches).logits_BQV[:3])
+    for a, b in zip(*outputs, strict=True):
+        assert bool(torch.isfinite(a).all())
+        assert torch.equal(a, b)
+
+
 def test_batch_composition_does_not_matter_in_fp64(f64, stock64):
     caches = prefilled(stock64)
     alone = caches.fork()

@@ -106,11 +106,12 @@ def _attend(
 
 
 def _gather(operands: Operands, position: torch.Tensor, real: torch.Tensor, arithmetic: Arithmetic) -> torch.Tensor:
-    """Cached values [..., M] at token positions [B, X, U]; positions that are not `real` come from the null page, whatever pages hold."""
+    """Cached values [..., M] at token positions [B, X, U]; those not `real` repeat the request's first token, whatever pages hold."""
     pages_STM, table_BN = operands["pages_STM"], operands["block_table_BN"].long()
     page_tokens = pages_STM.shape[1]
     page = table_BN.gather(1, (position // page_tokens).clamp(max=table_BN.shape[1] - 1).flatten(1)).view_as(position)
-    flat = torch.where(real, page * page_tokens + position % page_tokens, 0)
+    own_B11 = (table_BN[:, :1] * page_tokens).unsqueeze(-1)
+    flat = torch.where(real, page * page_tokens + position % page_tokens, own_B11)
     values = arithmetic.wide(pages_STM.flatten(0, 1).index_select(0, flat.flatten()))
     return (values * _scale(operands) if "cache_scale" in operands else values).view(*position.shape, -1)
 
