@@ -3,7 +3,7 @@
 A probe takes one layer of the checkpoint. Its vocabulary is a list of inputs captured in a real prefill: the embedding of id i is row i,
 divided by the sublayer's norm weight, so that the sublayer sees what it saw then. Its LM head is the identity, so its logits are the final
 normed hidden state. The other sublayer is silenced by a zero output projection, and the one under test is scaled up by a power of two
-(exact in BF16), so that the embedding hardly counts in the last mixture and the final roundings do not hide the sublayer's own error.
+(exact in BF16), so that in the last mixture it outweighs the embedding, and the final roundings do not hide its own error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ATTENTION, MLP, KDA_BEFORE_NORM = "attention", "mlp", "kda_before_norm"
 # The scale of q reaches the output of KDA only through the eps of its output norm. With v this much smaller the norm is nearly linear and
 # lets the scale through.
 SMALL_VALUE = 2.0**-12
-OUTPUT_RMS = 8.0  # of the sublayer under test; the embedding has 1
+OUTPUT_RMS = 2.0  # of the sublayer under test; the embedding has 1, without which the final norm would hide an error of scale
 
 
 def parts_of(config: ModelConfig, layer: int) -> tuple[str, ...]:
