@@ -101,6 +101,22 @@ def filled_like(caches: Caches) -> list:
     return caches.layers
 
 
+def test_tokens_with_a_null_slot_are_computed_but_not_written(weights, stock):
+    """Slots <= 0 inside a real request: the token's output and the later states count, its own slot stays as it was."""
+    ours = filled(stock, 4, (6, 7))
+    ours.layers = filled_like(ours)
+    theirs = ours.fork()
+    batches = [caches.batch(torch.zeros(2, 4, dtype=torch.int64)) for caches in (ours, theirs)]
+    for batch in batches:
+        batch.slots_BQ[0, 1], batch.slots_BQ[0, 3], batch.slots_BQ[1, 2] = 0, -1, 0
+    x_TD = hidden(8)
+    found = tools.run_ops(weights, KDA_LAYER, tools.ATTENTION, {"x_attn": x_TD, **tools.step_buffers(NANO, ours, batches[0])}, rows=8, q=4)
+    want = stock.attention(KDA_LAYER, x_TD.unflatten(0, (2, 4)), batches[1], theirs).flatten(0, 1)
+    box = layer_plan(NANO, None, KDA_LAYER, 8, 4)[-9].bindings["delta_RTD"][0]
+    torch.testing.assert_close(found[box], want, rtol=0, atol=TOLERANCE)
+    assert_same_caches(ours, theirs)
+
+
 def test_kda_recurrence_equals_the_equation_written_out():
     """S ← exp(g) ⊙ S on rows (key channels); S ← S + (βk)(v − kᵀS)ᵀ; o = qᵀS, per head with S [K, V]."""
     g = torch.Generator().manual_seed(2)
