@@ -312,7 +312,9 @@ def noncoherent_findings(subject: Subject) -> list[Finding]:
             safe = ref.index in subject.launch.ordered and ref not in written
             if role in (Role.WEIGHT, Role.SCALAR, Role.UNKNOWN) or safe or (record.code.pc, ref) in found:
                 continue
-            if subject.launch.pdl is False and role not in (Role.SCRATCH, Role.MAILBOX) and ref not in written:
+            entry = subject.entry(ref)
+            guarded = entry is not None and entry.guarded_by is not None  # an acquire inside the kernel orders it, whatever the launch
+            if subject.launch.pdl is False and role not in (Role.SCRATCH, Role.MAILBOX) and not guarded and ref not in written:
                 continue
             if not subject.programmatic and not subject.guarding_polls() and role is Role.INPUT and ref not in written:
                 continue
