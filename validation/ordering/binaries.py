@@ -159,8 +159,6 @@ def _kernel(label: str, cubin: Cubin, section: KernelSection, lines: Lines, inst
     notes = list(section.notes)
     if not section.is_entry:
         notes.append("device function without an entry: its parameters are registers, so bases are unknown")
-    for pc, name in sorted(section.relocations.items()):
-        notes.append(f"relocation of {name} at {pc:#x}")
     return KernelBinary(
         name=section.name,
         arch=cubin.arch,
@@ -175,6 +173,7 @@ def _kernel(label: str, cubin: Cubin, section: KernelSection, lines: Lines, inst
         cta_threads=section.max_threads,
         branch_targets=section.branch_targets,
         constant_banks=section.banks,
+        relocations=section.relocations,
         bank_symbols=section.bank_symbols,
         one_dimensional=section.block is not None and section.block[1:] == (1, 1),
         code_digest=hashlib.sha256(section.code).hexdigest(),

@@ -49,6 +49,8 @@ def splits_after(root: str, modifiers: tuple[str, ...]) -> bool:
     """Whether a block ends behind this instruction."""
     if root == "BAR":
         return "SYNC" in modifiers or "RED" in modifiers
+    if root == "BPT":
+        return "TRAP" in modifiers
     return root in opcodes.BRANCHES or (root in ("WARPSYNC",) and "COLLECTIVE" in modifiers)
 
 
@@ -127,7 +129,7 @@ def _connect(
     following = [after] if after is not None else []
     jumps = [by_first[target] for target in targets if target in by_first]
     conditional = bool(instruction.pred) or _has_condition(instruction.operands)
-    if block.kind in ("EXIT", "KILL", "RET", "RTT"):
+    if block.kind in ("EXIT", "KILL", "RET", "RTT", "BPT"):
         block.successors = following if conditional else []
     elif block.kind in ("BRX", "BRXU", "JMX", "JMXU"):
         block.successors = jumps

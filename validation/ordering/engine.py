@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from validation.ordering.flow import Flow, Handover, Key, Program, compile_program
+from validation.ordering.lift import overlaid, restore
 from validation.ordering.machine import ASSUME, DEPTH, FIRST, MAY, MUST, WAITED, AccessSite, Code
 from validation.ordering.model import KernelBinary, LaunchFacts
 from validation.ordering.resolve import Resolved
@@ -192,7 +193,7 @@ def _run(program: Program, launch: LaunchFacts, role: WarpRole, handover: Handov
 
 def _records(flow: Flow) -> Iterator[Record]:
     """Every access and ordering event of the reached states, with predicates that cannot hold left out."""
-    program, compiler, resolver = flow.program, flow.compiler, flow.program.resolver
+    program, resolver = flow.program, flow.program.resolver
     for key, start in flow.states.items():
         if not program.events[key[0]]:
             continue
@@ -200,10 +201,11 @@ def _records(flow: Flow) -> Iterator[Record]:
         state = start + program.tail
         for code in program.codes[block.first : block.last + 1]:
             if (code.site is not None or code.event) and (code.guard is None or flow.truth(state, code.guard) in (None, code.guard_sense)):
+                view = overlaid(state, code.guard, code.guard_sense) if code.guard is not None else []
                 yield _record(flow, key, code, state, resolver)
+                restore(state, view)
             for op in code.ops:
                 op(state)
-    del compiler
 
 
 def _record(flow: Flow, key: Key, code: Code, state: list, resolver) -> Record:

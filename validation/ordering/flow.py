@@ -24,6 +24,7 @@ from validation.ordering.machine import (
     MBARRIER,
     MEMORY,
     MUST,
+    OVERLAY,
     WAITED,
     AccessSite,
     Code,
@@ -96,6 +97,7 @@ class Flow:
         self.states: dict[Key, State] = {}
         self.came_from: dict[Key, Key | None] = {}
         self.visits: dict[Key, int] = {}
+        self.joins: set[Key] = set()  # where more than one path arrives
         self.exits: list[tuple[Key, int, frozenset[int]]] = []  # key, MUST, conditions at a reachable exit
         self.threads: int | None = program.kernel.cta_threads
         self.barrier_must: dict[tuple[str, int], int] = {}  # (barrier id, pc) -> MUST bits common to every arrival
@@ -147,6 +149,8 @@ class Flow:
         """Joins into the state at `key`; True when it changed."""
         old = self.states.get(key)
         size = self.compiler.size
+        if old is not None and self.came_from[key] != source:
+            self.joins.add(key)
         if old is None:
             self.states[key] = state[:size]
             self.came_from[key] = source
@@ -169,6 +173,12 @@ class Flow:
             old = old if changed else old[:]
             old[MUST], old[DEPTH], old[MAY], old[ASSUME] = order
             changed = True
+        if old[OVERLAY] != state[OVERLAY]:
+            overlay = state[OVERLAY] if self.came_from[key] == source and key not in self.joins else {}
+            if overlay or old[OVERLAY]:
+                old = old if changed else old[:]
+                old[OVERLAY] = overlay
+                changed = True
         if old[MEMORY] is not state[MEMORY]:
             merged = self._join_memory(old[MEMORY], state[MEMORY])
             if merged is not None:
@@ -266,7 +276,7 @@ class Flow:
             elif kind == "WARPSYNC":
                 for target in block.successors:
                     yield from self.enter(key, state_here, target)
-            elif kind not in ("EXIT", "KILL", "RTT"):
+            elif kind not in ("EXIT", "KILL", "RTT", "BPT"):
                 yield from self.go(key, state_here, block.last + 1)
 
     def go(self, key: Key, state: State, instruction: int, origin: Key | None = None) -> Iterator[tuple[Key, State]]:

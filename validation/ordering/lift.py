@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from validation.ordering import opcodes
 from validation.ordering.machine import (
     ASSUME,
+    DEPTH,
     DIRTY_MASK,
     DIRTY_SHARED,
+    FIRST,
     MAY,
+    MEMORY,
+    MUST,
+    OVERLAY,
     PENDING_MASK,
     RELEASE,
     RELEASED,
@@ -23,6 +30,7 @@ from validation.ordering.machine import (
 from validation.ordering.model import Instruction, Kind
 from validation.ordering.operands import Operand, register_step
 from validation.ordering.semantics import HANDLERS, apply, assign, clear_predicates, data, destination, integer, set_value
+from validation.ordering.values import Value
 
 SILENT = opcodes.NO_EFFECT | opcodes.BRANCHES
 ROW_BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "96": 12, "128": 16, "256": 32}
@@ -34,10 +42,11 @@ def lift(c: Compiler, instruction: Instruction) -> Code:
     code = Code(instruction.pc)
     code.guard, code.guard_sense = guard_of(c, instruction)
     ops: list[Op] = []
+    c.written.clear()
     if root in HANDLERS:
         HANDLERS[root](c, modifiers, operands, ops)
-    elif root in MEMORY:
-        MEMORY[root](c, code, root, modifiers, operands, ops)
+    elif root in MEMORY_HANDLERS:
+        MEMORY_HANDLERS[root](c, code, root, modifiers, operands, ops)
     elif root in opcodes.INTEGER:
         integer(c, modifiers, operands, ops, root)
     elif root in opcodes.DATA:
@@ -47,10 +56,20 @@ def lift(c: Compiler, instruction: Instruction) -> Code:
     if root == "PREEXIT":
         code.event = "release"
     track(c, code, ops)
+    if instruction.pc in c.kernel.relocations and root in ("MOV", "UMOV", "MOV32I", "IADD3", "UIADD3", "IMAD"):
+        relocated(c, instruction.pc, ops)
     code.ops = guarded(c, code, ops)
+    forget_overlay(c, code.ops)
     if code.site is not None:
         code.site.guard, code.site.guard_sense = code.guard, code.guard_sense
     return code
+
+
+def relocated(c: Compiler, pc: int, ops: list[Op]) -> None:
+    """The linker patches an address into this instruction: its result is that device variable."""
+    value = c.domain.source("symbol", c.kernel.relocations[pc])
+    for slot in sorted({slot for slot in c.written if slot >= FIRST}):
+        set_value(ops, slot, value)
 
 
 def track(c: Compiler, code: Code, ops: list[Op]) -> None:
@@ -83,27 +102,75 @@ def track(c: Compiler, code: Code, ops: list[Op]) -> None:
 
 
 def guarded(c: Compiler, code: Code, ops: list[Op]) -> list[Op]:
-    """Under a predicate that may be false, results join with what was there before."""
+    """Under a predicate that may be false, results join with what was there before; what they are when it is true stays in OVERLAY."""
     if code.guard is None or not ops:
         return ops
     if code.guard == c.one:
         return ops if code.guard_sense else []
     guard, sense, join = code.guard, int(code.guard_sense), c.domain.join
+    written = sorted({slot for slot in c.written if slot >= FIRST})
+    place = (guard, sense)
 
     def op(s: State) -> None:
         known = s[guard].const
         if known is None:
-            before = s[:]
+            order = s[:OVERLAY]
+            before = [s[slot] for slot in written]
+            view = overlaid(s, guard, bool(sense))
             for one in ops:
                 one(s)
-            for index in range(5, len(before)):
-                if before[index] is not s[index]:
-                    s[index] = join(before[index], s[index])
+            restore(s, [pair for pair in view if pair[0] not in written])
+            values = dict(s[OVERLAY].get(place, ()))
+            for slot, old in zip(written, before, strict=True):
+                new = s[slot]
+                s[slot] = joined = join(old, new)
+                values[slot] = (joined, new)
+            s[OVERLAY] = {**s[OVERLAY], place: values}
+            _weaken(s, order, join)
         elif known == sense:
             for one in ops:
                 one(s)
 
     return [op]
+
+
+def _weaken(s: State, before: State, join: Callable[[Value, Value], Value]) -> None:
+    """Order effects of an instruction that may not have run: joined with the state before it."""
+    s[MUST] &= before[MUST]
+    s[MAY] |= before[MAY]
+    if s[DEPTH] is not before[DEPTH]:
+        s[DEPTH] = tuple(map(min, s[DEPTH], before[DEPTH]))
+    if s[MEMORY] is not before[MEMORY]:
+        old = before[MEMORY]
+        s[MEMORY] = {place: join(old[place], value) if place in old else value for place, value in s[MEMORY].items()}
+
+
+def overlaid(s: State, guard: int, sense: bool) -> list[tuple[int, Value]]:
+    """Puts in what registers are when the predicate has that value; returns what to `restore`."""
+    changed = []
+    for slot, (joined, value) in s[OVERLAY].get((guard, int(sense)), {}).items():
+        if s[slot] is joined:
+            changed.append((slot, joined))
+            s[slot] = value
+    return changed
+
+
+def restore(s: State, pairs: list[tuple[int, Value]]) -> None:
+    for slot, value in pairs:
+        s[slot] = value
+
+
+def forget_overlay(c: Compiler, ops: list[Op]) -> None:
+    """A written predicate makes what was known under its old value useless."""
+    predicates = {slot for slot in c.written if slot in c.predicate_slots}
+    if not predicates:
+        return
+
+    def op(s: State) -> None:
+        if s[OVERLAY]:
+            s[OVERLAY] = {place: values for place, values in s[OVERLAY].items() if place[0] not in predicates}
+
+    ops.append(op)
 
 
 def unknown(c: Compiler, code: Code, root: str, operands: tuple[Operand, ...], ops: list[Op]) -> None:
@@ -309,7 +376,7 @@ def warp_sync(c: Compiler, code: Code, root: str, modifiers: tuple[str, ...], op
     return
 
 
-MEMORY = {
+MEMORY_HANDLERS = {
     **dict.fromkeys((*opcodes.GLOBAL_LOADS, *opcodes.ATOMICS), global_load),
     **dict.fromkeys(opcodes.GLOBAL_STORES, global_store),
     "LDGSTS": async_copy,

@@ -1,12 +1,14 @@
 """Compiles SASS instructions into functions on one list: the abstract state of a thread.
 
-Layout of the list: MUST, DEPTH, MAY, ASSUME, MEMORY, TRASH, then one slot per register, then (at negative indices) constants.
+Layout of the list: MUST, DEPTH, MAY, ASSUME, MEMORY, TRASH, OVERLAY, then one slot per register, then (at negative indices) constants.
 The first five hold the order state, so that one list copy carries everything:
 - MUST    int, bits of waits that every path has passed (bit 0: the grid wait);
 - DEPTH   tuple, the smallest number of each kind passed on any path (grid waits, barriers, mbarrier waits, acquires, releases);
 - MAY     int, bits of events that some path has passed (dependents released, shared memory written, ...);
 - ASSUME  frozenset of signed symbols: conditions known to hold on this path;
 - MEMORY  dict of stack and shared-memory slots to values (replaced, never changed in place).
+OVERLAY holds, until the predicate is written or paths meet, what registers are when a predicate turns out true: a load under @P sees
+what @P wrote just before.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from validation.ordering.model import Instruction, KernelBinary, Kind
 from validation.ordering.operands import Operand, Term, half_bits, parse_operands, register_step
 from validation.ordering.values import Domain, Value
 
-MUST, DEPTH, MAY, ASSUME, MEMORY, TRASH, FIRST = range(7)
+MUST, DEPTH, MAY, ASSUME, MEMORY, TRASH, OVERLAY, FIRST = range(8)
 GRID, BARRIER, MBARRIER, ACQUIRE, RELEASE = range(5)
 WAITED = 1  # bit of the grid wait in MUST
 RELEASED, DIRTY_SHARED = 1, 2  # bits of MAY
@@ -81,9 +83,11 @@ class Compiler:
         self.kernel = kernel
         self.domain = Domain()
         self.slots: dict[str, int] = {}
+        self.predicate_slots: set[int] = set()
         self.constants: list[Value] = []
         self._constant_slots: dict[Value, int] = {}
         self._temporaries = 0
+        self.written: list[int] = []  # slots that the instruction being compiled may write
         self.unknown: dict[str, list[int]] = {}
         self.resolver: Any = None  # set by `flow.compile_program`; only its `note_address` and `dirty_bits` are called from operations
         self.param_end = kernel.param_base + max((p.offset + p.size for p in kernel.parameters), default=1 << 15)
@@ -116,6 +120,8 @@ class Compiler:
         found = self.slots.get(name)
         if found is None:
             found = self.slots[name] = FIRST + len(self.slots)
+            if name.lstrip("U").startswith("P"):
+                self.predicate_slots.add(found)
         return found
 
     def read_register(self, name: str) -> int:
@@ -126,14 +132,18 @@ class Compiler:
         return self.slot(name)
 
     def write_register(self, name: str) -> int:
-        return TRASH if name.endswith(("Z", "T")) else self.slot(name)
+        slot = TRASH if name.endswith(("Z", "T")) else self.slot(name)
+        self.written.append(slot)
+        return slot
 
     def temporary(self) -> int:
         self._temporaries += 1
-        return self.slot(f"~{self._temporaries % 8}")
+        slot = self.slot(f"~{self._temporaries % 8}")
+        self.written.append(slot)
+        return slot
 
     def initial(self) -> State:
-        state: State = [0, (0, 0, 0, 0, 0), 0, frozenset(), {}, self.domain.bottom]
+        state: State = [0, (0, 0, 0, 0, 0), 0, frozenset(), {}, self.domain.bottom, {}]
         state.extend([self.domain.bottom] * len(self.slots))
         return state
 

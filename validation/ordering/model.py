@@ -200,6 +200,7 @@ class KernelBinary:
     cta_threads: int | None = None  # from EIATTR_REQNTID or MAX_THREADS
     branch_targets: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # indirect branch pc -> targets
     constant_banks: Mapping[int, bytes] = field(default_factory=dict)  # bank -> initial bytes (.nv.constant2 ... )
+    relocations: Mapping[int, str] = field(default_factory=dict)  # pc -> symbol whose address the instruction holds
     bank_symbols: Mapping[int, str] = field(default_factory=dict)  # byte offset in c[0x4] -> device variable or function
     one_dimensional: bool = False  # the required block shape has y = z = 1
     code_digest: str = ""  # SHA-256 of the code section: the SASS digest recorded for drift

@@ -139,6 +139,8 @@ class Resolver:
                     symbols.extend(f"*{symbol}" for symbol in below.symbols)
             elif kind == "bank":
                 symbols.append(self.compiler.kernel.bank_symbols.get(source[2], f"c[{source[1]:#x}][{source[2]:#x}]"))
+            elif kind == "symbol":
+                symbols.append(source[1])
             elif kind in ("driver", "window"):
                 space = "local"
             elif kind in ("shared", "local", "unknown"):
