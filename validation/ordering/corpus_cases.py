@@ -9,6 +9,7 @@ A case is a source (`ptx/NAME.ptx`, `cuda/NAME.cu` or `cutedsl/NAME.py`) with `N
     [guards]  NAME = "FLAG"             the mailbox whose acquire (or release) orders NAME
     [[expect]] rule, param, arch        a finding ("*NAME": what NAME's pointers point to); `arch` limits it to some architectures
     [[lint]]   rule, count              findings of the source lint
+    ptx_of    NAME                      (twins) audit this binary against the PTX of that case, where the order is right
     [moved]   load, wait, twin, arch    the compiler must put `load` before `wait` in the binary (regular expressions over SASS lines);
               text instead of both      an expression over the whole text, for what is no order of two lines (a deleted wait, a self-branch)
 
@@ -34,7 +35,7 @@ FAMILIES = tuple(SUFFIXES)
 PRELUDE = "prelude.py"  # shared by the CuTe DSL cases, no case itself
 
 _KEYS = {
-    "": {"title", "pattern", "faults", "note", "launch", "roles", "targets", "guards", "expect", "lint", "moved"},
+    "": {"title", "ptx_of", "pattern", "faults", "note", "launch", "roles", "targets", "guards", "expect", "lint", "moved"},
     "launch": {"pdl", "ordered", "has_dependents", "guards_true", "released"},
     "expect": {"rule", "param", "arch"},
     "lint": {"rule", "count"},
@@ -77,6 +78,7 @@ class CorpusCase:
     pattern: str = ""
     faults: tuple[str, ...] = ()
     note: str = ""
+    ptx_of: str = ""
 
     def expected(self, arch: str) -> frozenset[tuple[str, str]]:
         """(rule, parameter name or "") pairs for one architecture."""
@@ -151,6 +153,7 @@ def _read_case(path: Path, family: str) -> CorpusCase:
         pattern=table.get("pattern", ""),
         faults=tuple(table.get("faults", ())),
         note=table.get("note", ""),
+        ptx_of=table.get("ptx_of", ""),
     )
 
 

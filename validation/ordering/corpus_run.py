@@ -75,6 +75,7 @@ def run_corpus(
     cases = load_cases(root)
     if names:
         wanted = set(names) | {case.moved.twin for case in cases if case.name in names and case.moved is not None}
+        wanted |= {case.ptx_of for case in cases if case.name in wanted}
         cases = tuple(case for case in cases if case.name in wanted)
     build = corpus_build.build(cases, archs, cache=cache, jobs=jobs)
     started = time.perf_counter()
@@ -118,7 +119,7 @@ def _run_case(case: CorpusCase, arch: str, build: Build, loaded: _Loaded) -> Cas
     built = build.built.get((case.name, arch))
     if built is None:
         return make(state=State.NOT_BUILT, note=build.errors.get((case.name, arch), "got no binary"))
-    kernel, ptx = loaded.kernel(built), loaded.source(built)
+    kernel, ptx = loaded.kernel(built), loaded.source(build.built.get((case.ptx_of or case.name, arch), built))
     if kernel is None or ptx is None:
         return make(state=State.NOT_BUILT, note=loaded.errors.get(str(built.cubin), "kernel or PTX not found in its file"))
     result = audit_kernel(kernel, case.roles, ptx, case.launch)
