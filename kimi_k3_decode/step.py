@@ -120,10 +120,7 @@ class SpecializedPath:
         padded = _pad(batch, padded_requests(requests, q) - requests)
         rows, live = padded.rows, batch.rows
         graphs = self._graphs_of(rows, q, self._steps.get(rows, 0), frozenset(routing or ()))
-        for rank in self._ranks:
-            rank.done = 0
-            rank.buffers = {**_tables(padded, live, routing), **self._states(caches, rank.number)}
-        self.executed = []
+        self._start(padded, live, caches, routing)
         tapped: dict[int, torch.Tensor] = {}
         chosen: dict[int, torch.Tensor] = {}
         wanted = (
@@ -154,6 +151,13 @@ class SpecializedPath:
             taps_IBQD=self._stack_taps(tapped, requests, q) if taps else None,
             routing=chosen,
         )
+
+    def _start(self, padded: StepBatch, live: int, caches: Caches, routing: dict[int, torch.Tensor] | None) -> None:
+        """Every rank at the first launch, holding tables and views of the caches and nothing of the step before."""
+        self.executed = []
+        for rank in self._ranks:
+            rank.done = 0
+            rank.buffers = {**_tables(padded, live, routing), **self._states(caches, rank.number)}
 
     def _stack_taps(self, tapped: dict[int, torch.Tensor], requests: int, q: int) -> torch.Tensor | None:
         if self.config.draft is None:

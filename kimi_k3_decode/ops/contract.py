@@ -134,6 +134,14 @@ class Operand:
         return tuple(axis.size for axis in self.axes)
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """The shape, all of it known. Raises ContractError naming the axes known only at run time."""
+        unknown = [axis.letter for axis in self.axes if axis.size is None]
+        if unknown:
+            raise ContractError("Operand", [f"{self.name}.sizes: got unknown axes {unknown}, needs fixed ones; take them from the tensor"])
+        return tuple(axis.size for axis in self.axes if axis.size is not None)
+
+    @property
     def bytes(self) -> int | None:
         """Size of the whole operand; None when an axis is known only at run time."""
         total = DTYPE_BYTES[self.dtype]

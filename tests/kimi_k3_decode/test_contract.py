@@ -152,3 +152,10 @@ def test_rows_must_be_whole_requests():
     with pytest.raises(ContractError) as error:
         CONTRACTS["attn_res"](Shard(config=NANO), rows=1, n_blocks=1, delta="some", restart=True, writes_block=True)
     assert len(error.value.reasons) == 2
+
+
+def test_sizes_are_known_or_named():
+    kda = CONTRACTS["kda"](Shard(config=NANO), rows=8, q=4)
+    assert kda["out_TC"].sizes == (8, NANO.kda_dim)
+    with pytest.raises(ContractError, match=r"unknown axes \['S', 'W'\]"):
+        _ = kda["conv_SW3C"].sizes
