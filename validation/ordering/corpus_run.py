@@ -16,12 +16,12 @@ from functools import partial
 from pathlib import Path
 
 from validation.ordering import corpus_build, crosscheck, graph_inputs, launch_graph, lint
-from validation.ordering.audit import audit_kernel
 from validation.ordering.binaries import load_binaries
 from validation.ordering.corpus_build import Build, Built
 from validation.ordering.corpus_cases import ARCHITECTURES, CORPUS, PRELUDE, CorpusCase, load_cases, order_holds
 from validation.ordering.corpus_graphs import GraphCase, load_graph_cases
 from validation.ordering.model import AuditResult, KernelBinary, PtxKernel, Role
+from validation.ordering.pool import Job, audit_many
 
 Pair = tuple[str, str]
 
@@ -79,8 +79,7 @@ def run_corpus(
         cases = tuple(case for case in cases if case.name in wanted)
     build = corpus_build.build(cases, archs, cache=cache, jobs=jobs)
     started = time.perf_counter()
-    loaded = _Loaded(build)
-    results = {(case.name, arch): _run_case(case, arch, build, loaded) for case in cases for arch in archs}
+    results = _audit_cases(cases, archs, build, jobs)
     results = {key: _with_twin(result, cases, results) for key, result in results.items()}
     extra = [_lint_case(case) for case in cases if case.family == "cutedsl"]
     extra += [_graph_case(case) for case in load_graph_cases(root) if not names or case.name in names]
@@ -114,21 +113,17 @@ class _Loaded:
         return next((k for k in self.ptx.get(str(built.ptx), ()) if re.fullmatch(built.kernel, k.name)), None)
 
 
-def _run_case(case: CorpusCase, arch: str, build: Build, loaded: _Loaded) -> CaseResult:
+def _judge_case(
+    case: CorpusCase, arch: str, built: Built | None, reason: str, kernel: KernelBinary | None, result: AuditResult | None
+) -> CaseResult:
     make = partial(CaseResult, case=case.name, family=case.family, arch=arch, true_negative=case.true_negative)
-    built = build.built.get((case.name, arch))
-    if built is None:
-        return make(state=State.NOT_BUILT, note=build.errors.get((case.name, arch), "got no binary"))
-    kernel, ptx = loaded.kernel(built), loaded.source(build.built.get((case.ptx_of or case.name, arch), built))
-    if kernel is None or ptx is None:
-        return make(state=State.NOT_BUILT, note=loaded.errors.get(str(built.cubin), "kernel or PTX not found in its file"))
-    result = audit_kernel(kernel, case.roles, ptx, case.launch)
+    if built is None or kernel is None or result is None:
+        return make(state=State.NOT_BUILT, note=reason or "got no binary")
     if case.family == "cutedsl":
         result = crosscheck.moved_by_nvvm(result, [case.source], [case.source.parent / PRELUDE])
     result = replace(result, findings=(*result.findings, *crosscheck.unpolled_mailboxes(result, case.roles)))
     found = {(finding.rule, finding.parameter) for finding in result.findings}
-    expected = case.expected(arch)
-    missing, unexpected = compare(expected, found)
+    missing, unexpected = compare(case.expected(arch), found)
     state, note = (State.OK, "") if not missing and not unexpected else (State.FAILED, "")
     if not result.complete:
         state, note = State.FAILED, "audit incomplete: " + "; ".join(result.notes[:3])
@@ -139,6 +134,28 @@ def _run_case(case: CorpusCase, arch: str, build: Build, loaded: _Loaded) -> Cas
         elif not moved:
             state, note = State.FAILED, "the text order says that nothing moved, the audit says otherwise"
     return make(state=state, missing=missing, unexpected=unexpected, note=note, result=result)
+
+
+def _audit_cases(cases: Sequence[CorpusCase], archs: Sequence[str], build: Build, jobs: int) -> dict[tuple[str, str], CaseResult]:
+    loaded = _Loaded(build)
+    keys = [(case, arch) for case in cases for arch in archs]
+    kernels: list[KernelBinary | None] = []
+    reasons: list[str] = []
+    work: list[Job] = []
+    for case, arch in keys:
+        built = build.built.get((case.name, arch))
+        kernel = loaded.kernel(built) if built else None
+        ptx = loaded.source(build.built.get((case.ptx_of or case.name, arch), built)) if built else None
+        kernels.append(kernel if ptx is not None else None)
+        lost = loaded.errors.get(str(built.cubin), "kernel or PTX not found in its file") if built else ""
+        reasons.append(build.errors.get((case.name, arch), lost))
+        if kernel is not None and ptx is not None:
+            work.append(Job(kernel=kernel, roles=case.roles, ptx=ptx, launch=case.launch))
+    answers = iter(audit_many(work, jobs))
+    return {
+        (case.name, arch): _judge_case(case, arch, build.built.get((case.name, arch)), reason, kernel, next(answers) if kernel else None)
+        for (case, arch), kernel, reason in zip(keys, kernels, reasons, strict=True)
+    }
 
 
 def compare(expected: Iterable[Pair], found: Iterable[Pair]) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:

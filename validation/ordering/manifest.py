@@ -176,9 +176,8 @@ def _role(value: Any, where: str, reasons: list[str]) -> RoleEntry | None:
     roles = [str(value[key]) for key in ("role", "target") if key in value]
     wrong = [role for role in roles if role not in {item.value for item in Role}]
     if unknown or wrong or "role" not in value:
-        reasons.append(
-            f"{where}: got unknown keys {unknown} and roles {wrong}, needs role, reason, name, target, guarded_by with {[r.value for r in Role]}"
-        )
+        known = ", ".join(role.value for role in Role)
+        reasons.append(f"{where}: got unknown keys {unknown} and roles {wrong}, needs {', '.join(sorted(_ENTRY))} with roles {known}")
         return None
     if not str(value.get("reason", "")).strip() and value["role"] not in (Role.UNKNOWN, Role.SCALAR):
         reasons.append(f"{where}: got no reason, needs one; say who writes this memory and when")
@@ -256,7 +255,7 @@ def starter_manifest(kernels: Sequence[KernelBinary], results: Mapping[tuple[str
             "launch = { pdl = true }  # false when launched without programmatic serialization",
         ]
         lines.append("[kernel.params]")
-        for parameter in kernel.parameters:
+        for parameter in result.parameters if result else kernel.parameters:
             lines += _starter_lines(parameter, result)
         lines.append("")
     return "\n".join(lines)

@@ -28,6 +28,7 @@ SCOPES: dict[str, tuple[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, 
     "full": (("kimi-k3", (8, 16), FULL_ROWS, tuple(range(1, MAX_Q + 1))), ("nano-k3", (1, 2), FULL_ROWS, (1, 4, 8))),
     "deployed": (("kimi-k3", (8,), FULL_ROWS, (1, 4, 8)),),
     "smallest": (("kimi-k3", (8,), (1, 64), (1,)),),
+    "ops": (("kimi-k3", (8,), (8,), (1,)),),  # one variant an operation
 }
 
 
@@ -48,7 +49,7 @@ def variants(scope: str) -> Iterator[tuple[ModelConfig, KernelSpec, bool]]:
                     continue
                 contracts.add(identity)
                 spec = kernel_spec(config, contract)
-                key = f"{config.name} {spec.id}"
+                key = f"{config.name} {spec.op if scope == 'ops' else spec.id}"
                 if key not in seen:
                     seen.add(key)
                     yield config, spec, pdl

@@ -57,6 +57,7 @@ class OwnKernel:
         for param in self.params:
             pointer = param["kind"] in REASONS
             role = Role(param["role"]) if pointer and param["kind"] != "absent" else Role.UNKNOWN if pointer else Role.SCALAR
+            role = Role.STATE if param["kind"] == "health" else role  # one sticky word: no payload stands behind it
             role = (changed or {}).get(param["name"], role)
             reason = REASONS.get(param["kind"], "scalar").format(op=self.op, role=role.value)
             for _ in range(param["count"]):

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from validation.core.types import Status
+from validation.ordering.corpus_run import CorpusReport, State
 from validation.ordering.findings import Report, TimelineRow, offending, timeline
 from validation.ordering.model import LIMITS, RULES, AuditResult, Finding, Severity
 
@@ -123,3 +124,20 @@ def rule_table() -> Table:
     for rule, (severity, title) in RULES.items():
         table.add_row(rule, f"[{COLOURS[severity]}]{severity.value}[/]", title)
     return table
+
+
+def print_corpus(report: CorpusReport, console: Console) -> None:
+    """Totals of the corpus and every case that is not as expected."""
+    for result in report.results:
+        if result.state is State.NO_LONGER_MOVES:
+            console.print(f"[cyan]{result.case}[/] ({result.arch}): {escape(result.note)}")
+    for result in report.bad:
+        console.print(f"[bold red]corpus {result.state.value}[/] {result.family}/{result.case} ({result.arch}) {escape(result.note)}")
+        for label, pairs in (("missing", result.missing), ("unexpected", result.unexpected)):
+            for rule, parameter in pairs:
+                console.print(f"    [dim]{label}[/] {rule} {escape(parameter)}")
+    negatives = sum(result.true_negative for result in report.results)
+    console.print(
+        f"corpus: {len(report.results)} judgements ({negatives} near misses), {report.count(State.OK)} as expected,"
+        f" {report.count(State.NO_LONGER_MOVES)} no longer moved by this toolchain, {len(report.bad)} wrong"
+    )

@@ -1,0 +1,316 @@
+"""Puts the parts of the audit together: binaries with a manifest, Python sources, launch graphs, and the project's own kernels."""
+
+from __future__ import annotations
+
+import datetime
+import fnmatch
+import hashlib
+import os
+import pickle
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from validation.core.types import HarnessError
+from validation.ordering import crosscheck, drift, lint
+from validation.ordering.binaries import load_binaries
+from validation.ordering.corpus_build import writable_cache
+from validation.ordering.corpus_cases import ARCHITECTURES
+from validation.ordering.findings import Report
+from validation.ordering.graph_inputs import from_plan, read_graph
+from validation.ordering.graph_order import StepGraph, Waits
+from validation.ordering.launch_graph import check_graph
+from validation.ordering.manifest import Manifest, renamed, suppress
+from validation.ordering.model import AuditResult, FileError, Finding, KernelBinary, Loaded, PtxKernel, Role, RoleMap, When
+from validation.ordering.own_kernels import OwnBuild, OwnKernel, build_own
+from validation.ordering.pool import Job, audit_many, engine_digest
+
+RECORD = Path(__file__).parent / "recorded.json"
+GRAPH_SUFFIXES = (".toml", ".json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a user asked to audit, sorted by kind."""
+
+    binaries: tuple[Path, ...] = ()
+    sources: tuple[Path, ...] = ()
+    graphs: tuple[Path, ...] = ()
+
+
+def sort_inputs(paths: Iterable[Path], graphs: Iterable[Path] = ()) -> Inputs:
+    """Python files and folders of them are linted, everything else is read as binaries. Raises HarnessError for a missing path."""
+    binaries, sources, missing = [], [], []
+    for path in paths:
+        if not path.exists():
+            missing.append(str(path))
+        elif path.suffix == ".py" or (path.is_dir() and not _has_binaries(path) and any(path.rglob("*.py"))):
+            sources.append(path)
+        else:
+            binaries.append(path)
+            if path.is_dir() and any(path.rglob("*.py")):
+                sources.append(path)
+    missing += [str(path) for path in graphs if not path.is_file()]
+    if missing:
+        raise HarnessError(f"audit: got {missing}, needs paths that exist")
+    return Inputs(binaries=tuple(binaries), sources=tuple(sources), graphs=tuple(graphs))
+
+
+def _has_binaries(folder: Path) -> bool:
+    return any(path.suffix in (".cubin", ".ptx", ".so", ".o", ".whl", ".fatbin") for path in folder.rglob("*") if path.is_file())
+
+
+def match_ptx(kernel: KernelBinary, texts: Mapping[str, Sequence[PtxKernel]]) -> PtxKernel | None:
+    """The PTX of a kernel: same name, and the same target where there are several."""
+    found = texts.get(kernel.name, ())
+    same = [text for text in found if text.target.rstrip("af") == kernel.arch.rstrip("af")]
+    if len(same) > 1:
+        stem = kernel.path.partition("!")[0].rpartition(".")[0]
+        same = [text for text in same if text.path.partition("!")[0].rpartition(".")[0] == stem] or same
+    return same[0] if same else None
+
+
+def load(paths: Sequence[Path], arch: str | None = None) -> tuple[Loaded, dict[str, list[PtxKernel]]]:
+    """Kernels below these paths, and their PTX by name."""
+    loaded = load_binaries(list(paths), arch)
+    texts: dict[str, list[PtxKernel]] = {}
+    for text in loaded.ptx:
+        texts.setdefault(text.name, []).append(text)
+    return loaded, texts
+
+
+def audit_inputs(
+    inputs: Inputs, manifest: Manifest, *, arch: str | None = None, jobs: int = 2, today: datetime.date | None = None
+) -> Report:
+    """Audit somebody's binaries, sources and launch graphs. Raises HarnessError for a bad graph or manifest."""
+    started = time.perf_counter()
+    findings: list[Finding] = []
+    results: list[AuditResult] = []
+    errors: list[FileError] = []
+    if inputs.binaries:
+        loaded, texts = load(inputs.binaries, arch)
+        errors += loaded.errors
+        roles = {(kernel.name, kernel.arch): manifest.roles(kernel) for kernel in loaded.kernels}
+        work = [
+            Job(kernel=kernel, roles=roles[(kernel.name, kernel.arch)], ptx=match_ptx(kernel, texts), launch=manifest.launch(kernel))
+            for kernel in loaded.kernels
+        ]
+        for kernel, result in zip(loaded.kernels, audit_many(work, jobs), strict=True):
+            finished = finish(result, roles[(kernel.name, kernel.arch)], inputs.sources)
+            named = tuple(renamed(finding, kernel, roles[(kernel.name, kernel.arch)]) for finding in finished.findings)
+            results.append(replace(finished, findings=named))
+            findings += named
+    linted = lint.lint_paths(inputs.sources, weights_of(manifest)) if inputs.sources else None
+    if linted is not None:
+        findings += linted.findings
+        errors += linted.errors
+    launches = 0
+    for path in inputs.graphs:
+        graph = read_graph(path)
+        launches += len(graph.nodes)
+        findings += check_graph(graph, str(path))
+    split = suppress(findings, manifest.suppressions, today or datetime.date.today())
+    return Report(
+        results=tuple(results),
+        findings=split.kept,
+        suppressed=split,
+        errors=tuple(errors),
+        linted_files=len(linted.files) if linted else 0,
+        linted_statements=linted.statements if linted else 0,
+        graph_launches=launches,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def weights_of(manifest: Manifest) -> lint.IsWeight:
+    """The lint's question answered from a manifest: parameter names with the role weight, and readers of weights by convention."""
+
+    def is_weight(function: str, parameter: str) -> bool:
+        if any(fnmatch.fnmatchcase(function, pattern) for pattern in manifest.weight_readers):
+            return True
+        for entry in manifest.kernels:
+            if fnmatch.fnmatchcase(function, entry.pattern) or f"_{function}_" in f"_{entry.pattern}_":
+                named = (role for key, role in entry.params.items() if parameter in (key, role.name))
+                return any(role.role is Role.WEIGHT for role in named)
+        return False
+
+    return is_weight
+
+
+def finish(result: AuditResult, roles: RoleMap, sources: Sequence[Path] = (), context: Sequence[Path] = ()) -> AuditResult:
+    """Adds the findings that need more than the binary."""
+    raised = crosscheck.moved_by_nvvm(result, _files(sources), context) if sources else result
+    return replace(raised, findings=(*raised.findings, *crosscheck.unpolled_mailboxes(raised, roles)))
+
+
+def _files(paths: Iterable[Path]) -> list[Path]:
+    return [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+
+
+# ---- the project's own kernels ----
+def audit_own(
+    scope: str,
+    archs: Sequence[str] = ARCHITECTURES,
+    *,
+    cache: Path | None = None,
+    jobs: int = 2,
+    changed: Mapping[str, Role] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> tuple[Report, OwnBuild]:
+    """Compile and audit the project's kernels, lint its sources and check the launch graph of its plan."""
+    started = time.perf_counter()
+    say(f"compiling the project's kernels ({scope}, {', '.join(archs)})")
+    build = build_own(scope, archs, cache=cache, jobs=jobs)
+    say(f"auditing {len(build.kernels)} binaries")
+    results, errors = audit_kernels(build.kernels, jobs=jobs, changed=changed, cache=writable_cache(cache))
+    errors += [FileError(path=name, reason=f"does not compile: {reason}") for name, reason in build.errors.items()]
+    package = Path(__file__).resolve().parents[2] / "kimi_k3_decode"
+    linted = lint.lint_paths([package])
+    say("ordering the launches of a step")
+    launches, races = audit_plan(waits_by_op(build.kernels, results), early_by_op(build.kernels, results))
+    findings = [finding for result in results for finding in result.findings] + list(linted.findings) + races
+    report = Report(
+        results=tuple(results),
+        findings=tuple(findings),
+        errors=(*errors, *linted.errors),
+        linted_files=len(linted.files),
+        linted_statements=linted.statements,
+        graph_launches=launches,
+        seconds=time.perf_counter() - started,
+    )
+    return report, build
+
+
+def audit_kernels(
+    kernels: Sequence[OwnKernel], *, jobs: int = 2, changed: Mapping[str, Role] | None = None, cache: Path | None = None
+) -> tuple[list[AuditResult], list[FileError]]:
+    """One result a compiled variant, named by the variant; files that could not be read come back as errors.
+
+    `cache` is a folder of earlier results, by the content of binary and PTX, the roles and the audit's own sources.
+    """
+    stored = {kernel.name: read_result(_entry(cache, kernel, changed)) for kernel in kernels}
+    fresh, errors = _audit_fresh([kernel for kernel in kernels if stored[kernel.name] is None], jobs, changed)
+    for kernel in kernels:
+        result = fresh.get(kernel.name)
+        if result is not None and result.complete:
+            write_result(_entry(cache, kernel, changed), result)
+    found = [(kernel, stored[kernel.name] or fresh.get(kernel.name)) for kernel in kernels]
+    return [_named(kernel, result) for kernel, result in found if result is not None], errors
+
+
+def _entry(cache: Path | None, kernel: OwnKernel, changed: Mapping[str, Role] | None) -> Path | None:
+    if cache is None:
+        return None
+    digest = hashlib.sha256(engine_digest().encode() + kernel.cubin.read_bytes() + kernel.ptx.read_bytes())
+    digest.update(repr((sorted(kernel.roles(changed).by_index.items()), kernel.launch())).encode())
+    return cache / "results" / f"{digest.hexdigest()}.pickle"
+
+
+def _audit_fresh(
+    kernels: Sequence[OwnKernel], jobs: int, changed: Mapping[str, Role] | None
+) -> tuple[dict[str, AuditResult], list[FileError]]:
+    if not kernels:
+        return {}, []
+    loaded, _ = load([path for kernel in kernels for path in (kernel.cubin, kernel.ptx)])
+    binaries = {kernel.path: kernel for kernel in loaded.kernels}
+    texts = {text.path: text for text in loaded.ptx}
+    errors = list(loaded.errors)
+    errors += [FileError(path=k.variant, reason="its cubin holds no kernel") for k in kernels if str(k.cubin) not in binaries]
+    known = [kernel for kernel in kernels if str(kernel.cubin) in binaries]
+    work = []
+    for kernel in known:
+        binary = binaries[str(kernel.cubin)]
+        described = sum(param["count"] for param in kernel.params)
+        if described != len(binary.parameters):
+            errors.append(
+                FileError(path=kernel.variant, reason=f"parameters: got {len(binary.parameters)}, needs the {described} of its contract")
+            )
+        work.append(Job(kernel=binary, roles=kernel.roles(changed), ptx=texts.get(str(kernel.ptx)), launch=kernel.launch()))
+    results = audit_many(work, jobs)
+    return {k.name: finish(result, k.roles(changed)) for k, result in zip(known, results, strict=True)}, errors
+
+
+def _named(kernel: OwnKernel, result: AuditResult) -> AuditResult:
+    name = f"{kernel.model} {kernel.variant}"
+    return replace(result, kernel=name, findings=tuple(replace(finding, kernel=name) for finding in result.findings))
+
+
+def read_result(path: Path | None) -> AuditResult | None:
+    """A stored result; None when there is none that can be read."""
+    if path is None:
+        return None
+    try:
+        found = pickle.loads(path.read_bytes())
+    except Exception:  # a damaged entry is recomputed, whatever is wrong with it
+        return None
+    return found if isinstance(found, AuditResult) else None
+
+
+def write_result(path: Path | None, result: AuditResult) -> None:
+    """Store a result (temporary file, then rename)."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".entry-", delete=False) as file:
+        pickle.dump(result, file, protocol=pickle.HIGHEST_PROTOCOL)
+    os.replace(file.name, path)
+
+
+def waits_by_op(kernels: Sequence[OwnKernel], results: Sequence[AuditResult]) -> dict[str, Waits]:
+    """On which paths each op waits, from its binaries: the weakest of its variants."""
+    ops = {f"{kernel.model} {kernel.variant}": kernel.op for kernel in kernels}
+    waits: dict[str, Waits] = {}
+    for result in results:
+        rules = {finding.rule for finding in result.findings}
+        found = Waits.NONE if "MO005" in rules else Waits.SOME if "MO004" in rules else Waits.ALL
+        order = (Waits.NONE, Waits.SOME, Waits.ALL)
+        op = ops[result.kernel]
+        waits[op] = min(waits.get(op, Waits.ALL), found, key=order.index)
+    return waits
+
+
+def early_by_op(kernels: Sequence[OwnKernel], results: Sequence[AuditResult]) -> dict[str, frozenset[str]]:
+    """Operands that some binary of an op touches before its wait."""
+    ops = {f"{kernel.model} {kernel.variant}": kernel for kernel in kernels}
+    early: dict[str, set[str]] = {}
+    for result in results:
+        kernel = ops[result.kernel]
+        names = {index: entry.name for (index, _), entry in kernel.roles().by_index.items()}
+        for access in result.accesses:
+            if access.when in (When.BEFORE, When.MAYBE_BEFORE, When.NO_WAIT):
+                early.setdefault(kernel.op, set()).update(names[base.index] for base in access.bases if base.index in names)
+    return {op: frozenset(found) for op, found in early.items()}
+
+
+def audit_plan(waits: Mapping[str, Waits], early: Mapping[str, frozenset[str]]) -> tuple[int, list[Finding]]:
+    """(launches, races) of the project's own step: nano on one and two ranks over four steps, K3 on two of its ranks over two."""
+    launches = 0
+    findings: list[Finding] = []
+    for graph in plan_graphs(waits, early):
+        launches += len(graph.nodes)
+        findings += check_graph(graph, "kimi_k3_decode/launches.py")
+    return launches, findings
+
+
+def plan_graphs(waits: Mapping[str, Waits], early: Mapping[str, frozenset[str]]) -> list[StepGraph]:
+    """The launch graphs of the plan. Two ranks stand for all: every rank runs the same list."""
+    from kimi_k3_decode.config import K3, NANO, Shard
+    from kimi_k3_decode.launches import launch_graph
+
+    graphs = []
+    for config, tp, ranks, steps, rows, q in ((NANO, 1, 1, 4, 4, 4), (NANO, 2, 2, 4, 8, 8), (K3, 8, 2, 2, 4, 4)):
+        shards = [Shard(config=config, tp=tp, rank=rank) for rank in range(ranks)]
+        plans = [[launch_graph(config, shard, rows, q, step=step) for shard in shards] for step in range(steps)]
+        graphs.append(from_plan(plans, waits=waits, early=early))
+    return graphs
+
+
+def with_drift(report: Report, record: Path, toolchain: Mapping[str, str]) -> Report:
+    """Adds MO015 where a record exists; without one, says nothing."""
+    if not record.is_file():
+        return report
+    rows, was = drift.read_record(record)
+    found = drift.compare(report.results, rows, was, toolchain)
+    return replace(report, findings=(*report.findings, *found), toolchain=toolchain)
