@@ -108,9 +108,14 @@ def _placeholder(param: Param) -> Any:
     return _argument(param, 16 if param.kind in POINTERS else 1)
 
 
+def placeholders(spec: KernelSpec) -> list[Any]:
+    """Arguments of the right types for compiling, the stream last."""
+    return [*(_placeholder(p) for p in spec.params), make_fake_stream()]
+
+
 def compile_spec(spec: KernelSpec) -> Any:
     """Compile one variant for the architecture in CUTE_DSL_ARCH (or of the machine's GPU). No GPU is needed."""
-    return cute.compile(spec.make(), *(_placeholder(p) for p in spec.params), make_fake_stream())
+    return cute.compile(spec.make(), *placeholders(spec))
 
 
 _CACHE: dict[str, Any] = {}

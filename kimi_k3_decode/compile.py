@@ -1,0 +1,235 @@
+"""Compile every kernel of every supported shape for the three architectures, with no GPU, and compare with the committed table.
+
+`python -m kimi_k3_decode.compile [--arch A]... [--jobs N] [--write]`: the table (kernel_table.json) holds per kernel and architecture the
+SASS digest, registers, stack and spill bytes, and shared memory. A digest that changed is reported; a spill is an error. Results are cached
+by the digest of the sources, so a second run compiles nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kimi_k3_decode.config import K3, NANO, ModelConfig, Shard
+from kimi_k3_decode.device.launcher import KernelSpec, placeholders
+from kimi_k3_decode.kernels import kernel_spec
+from kimi_k3_decode.launches import launch_graph
+from kimi_k3_decode.plan import ROW_BUCKETS
+
+ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
+TABLE = Path(__file__).with_name("kernel_table.json")
+SHAPES: tuple[tuple[ModelConfig, int], ...] = ((K3, 8), (K3, 16), (NANO, 1), (NANO, 2))
+VERIFY_TOKENS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """One kernel on one architecture. Bytes are per thread for `stack_bytes`, per block for `shared_bytes` (static plus dynamic)."""
+
+    kernel: str
+    arch: str
+    sass_sha256: str
+    registers: int
+    stack_bytes: int
+    local_bytes: int
+    shared_bytes: int
+
+
+def variants() -> Iterator[KernelSpec]:
+    """Every kernel that a step can launch: all shapes, all row buckets, one token a request and a full verify."""
+    seen: set[str] = set()
+    for config, tp in SHAPES:
+        for rows in ROW_BUCKETS:
+            for q in (1, VERIFY_TOKENS):
+                if rows % q:
+                    continue
+                for launch in launch_graph(config, Shard(config=config, tp=tp), rows, q):
+                    spec = kernel_spec(config, launch.contract)
+                    if spec.id not in seen:
+                        seen.add(spec.id)
+                        yield spec
+
+
+def text_digest(cubin: bytes) -> str:
+    """SHA-256 of the machine code: the .text sections of the ELF, in name order."""
+    offset, entry, count, names = (*struct.unpack_from("<Q", cubin, 0x28), *struct.unpack_from("<HHH", cubin, 0x3A))
+    headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, offset + i * entry) for i in range(count)]
+    strings = headers[names][4]
+    found = {}
+    for name, _, _, _, start, size, *_ in headers:
+        text = cubin[strings + name : cubin.index(b"\0", strings + name)]
+        if text.startswith(b".text."):
+            found[text] = cubin[start : start + size]
+    if not found:
+        raise ValueError("cubin: got no .text section, needs at least one kernel")
+    return hashlib.sha256(b"".join(found[name] for name in sorted(found))).hexdigest()
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers, stack, local and static shared memory of the (single) kernel, as cuobjdump reports them."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([_cuobjdump(), "-res-usage", file.name], capture_output=True, text=True, check=True)
+    line = (text.stdout + text.stderr).split("REG:", 1)
+    if len(line) != 2:
+        raise ValueError(f"cuobjdump: got {text.stdout[-200:]!r}, needs a line with REG:")
+    fields = dict(re.findall(r"([A-Z]+):(\d+)", "REG:" + line[1].split("\n")[0]))
+    return {"registers": int(fields["REG"]), "stack_bytes": int(fields["STACK"]), "local_bytes": int(fields["LOCAL"]), "shared": int(fields["SHARED"])}
+
+
+def _cuobjdump() -> str:
+    for base in map(Path, sys.path):
+        tool = base / "nvidia" / "cu13" / "bin" / "cuobjdump"
+        if tool.exists():
+            return str(tool)
+    return "cuobjdump"
+
+
+def build(spec: KernelSpec, arch: str) -> tuple[Built, bytes]:
+    """Compile one kernel; returns its row of the table and the cubin. CUTE_DSL_ARCH must already name `arch`."""
+    import cutlass.cute as cute
+
+    kernel = spec.make()
+    function = cute.compile[cute.KeepCUBIN, cute.KeepPTX](kernel, *placeholders(spec))
+    cubin = function.__cubin__
+    used = resources(cubin)
+    dynamic = shared_bytes(kernel)
+    row = Built(
+        kernel=spec.id,
+        arch=arch,
+        sass_sha256=text_digest(cubin),
+        registers=used["registers"],
+        stack_bytes=used["stack_bytes"],
+        local_bytes=used["local_bytes"],
+        shared_bytes=used["shared"] + dynamic,
+    )
+    return row, cubin
+
+
+def shared_bytes(kernel: Any) -> int:
+    """Dynamic shared memory a kernel object asks for."""
+    for holder in (kernel, getattr(kernel, "core", None), getattr(getattr(kernel, "core", None), "t", None), getattr(kernel, "row", None)):
+        found = getattr(holder, "shared_bytes", None)
+        if isinstance(found, int):
+            return found
+    return 0
+
+
+# ---- the runner ----
+def source_digest() -> str:
+    """SHA-256 of everything a binary depends on: this package's device code, launch parameters and configuration, and the compiler."""
+    root = Path(__file__).parent
+    names = ("config.py", "kernels.py", "launches.py", "plan.py", "compile.py")
+    files = [*(root / n for n in names), *sorted((root / "device").glob("*.py")), *sorted((root / "ops").rglob("*.py"))]
+    found = hashlib.sha256()
+    for file in files:
+        found.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
+    import importlib.metadata
+
+    found.update(importlib.metadata.version("nvidia-cutlass-dsl").encode() if _installed() else b"unpacked")
+    return found.hexdigest()
+
+
+def _installed() -> bool:
+    import importlib.metadata
+
+    try:
+        importlib.metadata.version("nvidia-cutlass-dsl")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def worker(arch: str, part: int, parts: int, out: Path) -> None:
+    """Compile every `parts`-th kernel and write the rows as JSON lines (temporary file, then rename)."""
+    rows = []
+    for i, spec in enumerate(variants()):
+        if i % parts == part:
+            rows.append(json.dumps(asdict(build(spec, arch)[0])))
+    draft = out.with_suffix(".tmp")
+    draft.write_text("\n".join(rows) + "\n")
+    draft.rename(out)
+
+
+def run(architectures: tuple[str, ...], jobs: int, cache: Path) -> list[Built]:
+    """All rows, from the cache where the sources are unchanged."""
+    folder = cache / source_digest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    pending = [(arch, part, folder / f"{arch}.{part}of{jobs}.jsonl") for arch in architectures for part in range(jobs)]
+    pending = [job for job in pending if not job[2].exists()]
+    running: list[tuple[subprocess.Popen[bytes], Path]] = []
+    while pending or running:
+        while pending and len(running) < jobs:
+            arch, part, out = pending.pop(0)
+            command = [sys.executable, "-m", "kimi_k3_decode.compile", "--worker", arch, str(part), str(jobs), str(out)]
+            running.append((subprocess.Popen(command, env={**os.environ, "CUTE_DSL_ARCH": arch, "OMP_NUM_THREADS": "1"}), out))
+        process, out = running.pop(0)
+        if process.wait() or not out.exists():
+            raise RuntimeError(f"compile: worker for {out.name} ended with {process.returncode}; its message is above")
+    rows = []
+    for arch in architectures:
+        for part in range(jobs):
+            for line in (folder / f"{arch}.{part}of{jobs}.jsonl").read_text().splitlines():
+                if line:
+                    rows.append(Built(**json.loads(line)))
+    return sorted(rows, key=lambda row: (row.kernel, row.arch))
+
+
+def compare(rows: list[Built], table: Path = TABLE) -> dict[str, list[str]]:
+    """What differs from the committed table: kernels added, gone, changed; and those that spill."""
+    committed = {(r["kernel"], r["arch"]): r for r in json.loads(table.read_text())["kernels"]} if table.exists() else {}
+    current = {(row.kernel, row.arch): row for row in rows}
+    architectures = {row.arch for row in rows}
+    name = "{0[0]} {0[1]}".format
+    return {
+        "added": [name(key) for key in current if key not in committed],
+        "gone": [name(key) for key in committed if key not in current and key[1] in architectures],
+        "changed": [name(key) for key, row in current.items() if key in committed and committed[key]["sass_sha256"] != row.sass_sha256],
+        "spills": [f"{name(key)}: {row.stack_bytes + row.local_bytes} bytes" for key, row in current.items() if row.stack_bytes or row.local_bytes],
+    }
+
+
+def write_table(rows: list[Built], table: Path = TABLE) -> None:
+    lines = ",\n  ".join(json.dumps(asdict(row)) for row in rows)
+    draft = table.with_suffix(".tmp")
+    draft.write_text(f'{{"sources": "{source_digest()}", "kernels": [\n  {lines}\n]}}\n')
+    draft.rename(table)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kimi_k3_decode.compile", description=__doc__)
+    parser.add_argument("--arch", action="append", choices=ARCHITECTURES)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--cache", type=Path, default=Path(".cache/kernels"))
+    parser.add_argument("--write", action="store_true", help="replace the committed table")
+    parser.add_argument("--worker", nargs=4, metavar=("ARCH", "PART", "PARTS", "OUT"), help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.worker:
+        arch, part, parts, out = given.worker
+        worker(arch, int(part), int(parts), Path(out))
+        return 0
+    rows = run(tuple(given.arch or ARCHITECTURES), given.jobs, given.cache)
+    found = compare(rows)
+    if given.write:
+        write_table(rows)
+    print(json.dumps({"kernels": len(rows), **{what: len(names) for what, names in found.items()}}))
+    for what, names in found.items():
+        for kernel in names[:20]:
+            print(f"{what}: {kernel}", file=sys.stderr)
+    return 1 if found["spills"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
