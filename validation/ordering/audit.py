@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import replace
 
 from validation.ordering.engine import Analysis, Record, analyse, refine
 from validation.ordering.model import Access, AuditResult, Finding, KernelBinary, LaunchFacts, PtxKernel, RoleMap, Wait, WaitKind, When
-from validation.ordering.rules import RULES_OF_ORDER, Subject, early_records, launch_findings
+from validation.ordering.rules import RULES_OF_ORDER, Subject, early_records, launch_findings, with_witnesses
 from validation.ordering.rules_sync import RULES_OF_SYNCHRONISATION
 
 STRENGTHS = {"weak": "weak", "mmio": "mmio"}
@@ -20,7 +21,17 @@ def audit_kernel(kernel: KernelBinary, roles: RoleMap, ptx: PtxKernel | None = N
     such a result is never a clean one.
     """
     started = time.perf_counter()
-    launch = launch or LaunchFacts()
+    # The analysis builds very many small objects and next to no cycles; collecting them while it runs would cost more than it frees.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return _audit(kernel, roles, ptx, launch or LaunchFacts(), started)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _audit(kernel: KernelBinary, roles: RoleMap, ptx: PtxKernel | None, launch: LaunchFacts, started: float) -> AuditResult:
     if not kernel.instructions:
         return _result(kernel, started, notes=("no instructions: nothing was audited",), complete=False)
     analysis = analyse(kernel, launch)
@@ -33,7 +44,7 @@ def audit_kernel(kernel: KernelBinary, roles: RoleMap, ptx: PtxKernel | None = N
         from validation.ordering.compare import compare_with_ptx
 
         findings = compare_with_ptx(subject, ptx, findings)
-    return _assemble(subject, findings, started, ptx is not None)
+    return _assemble(subject, with_witnesses(subject, findings), started, ptx is not None)
 
 
 def _needs_roles(subject: Subject) -> bool:

@@ -209,6 +209,15 @@ def lost_prefetch(subject: Subject, side: PtxSide) -> list[Finding]:
     return found
 
 
+def _merged_across(mine: list[Record], originals: list[Record]) -> str:
+    """The kind of wait that separates PTX loads of which the binary holds only the early ones; "" when there is none."""
+    for kind, name in KIND_NAMES.items():
+        there, here = _depths(originals, kind), _depths(mine, kind)
+        if len(here) < len(there) and there[0] == 0 < there[-1] and here[-1] == 0:
+            return name
+    return ""
+
+
 def gone(subject: Subject, side: PtxSide) -> list[Finding]:
     """MO016: grid waits, strong loads or whole read-after-wait accesses of the PTX that the binary does not hold."""
     found = []
@@ -232,6 +241,9 @@ def gone(subject: Subject, side: PtxSide) -> list[Finding]:
             message = (
                 f"{subject.name(ref)} is read before and after the wait in the PTX, and only before it in the binary: loads were merged"
             )
+            found.append(subject.finding("MO016", message, mine[0], ref, stage=Stage.PTXAS, ptx_line=line, ptx_text=text))
+        elif mine and (name := _merged_across(mine, originals)):
+            message = f"{subject.name(ref)} is read before and after {name} in the PTX, and only before it in the binary: loads were merged"
             found.append(subject.finding("MO016", message, mine[0], ref, stage=Stage.PTXAS, ptx_line=line, ptx_text=text))
     polls, originals_polls = subject.analysis.program.resolver.ended_polls, side.subject.analysis.program.resolver.ended_polls
     if originals_polls and not polls:

@@ -6,6 +6,7 @@ A role (`roles.WarpRole`) decides tests over the thread id; without one, both wa
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -428,6 +429,37 @@ class Flow:
         return str(parsed[0].number) if parsed else "0"
 
     # ------------------------------------------------------------------ facts, once the states are final
+    @functools.cached_property
+    def waits_ahead(self) -> list[tuple[frozenset[int], frozenset[int]]]:
+        """For each grid wait that is reached unwaited: blocks that lead to it, and the conditions known there."""
+        predecessors: dict[int, list[int]] = {}
+        for block in self.graph.blocks:
+            for successor in block.successors:
+                predecessors.setdefault(successor, []).append(block.index)
+        found = []
+        for key, state in self.states.items():
+            if self.graph.blocks[key[0]].kind != "ACQBULK" or key[1]:
+                continue
+            before: set[int] = set()
+            stack = [key[0]]
+            while stack:
+                block_index = stack.pop()
+                if block_index not in before:
+                    before.add(block_index)
+                    stack.extend(predecessors.get(block_index, ()))
+            found.append((frozenset(before), state[ASSUME]))
+        return found
+
+    @functools.cached_property
+    def passes_wait(self) -> bool:
+        """Whether some path of this role passes the grid wait, by itself or handed over."""
+        return any(key[1] for key in self.states)
+
+    @functools.cached_property
+    def skipping(self) -> frozenset[int]:
+        """Signed symbols under which a grid wait is not executed: its own guard, or a branch around it."""
+        return frozenset(self.skips) | {-symbol for _, conditions in self.waits_ahead for symbol in conditions}
+
     def finish(self, key: Key) -> None:
         block = self.graph.blocks[key[0]]
         if block.kind not in ("EXIT", "BAR"):

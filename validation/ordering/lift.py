@@ -271,8 +271,9 @@ def prefetch(c: Compiler, code: Code, root: str, modifiers: tuple[str, ...], ope
     if root == "CCTL" and not any(m.startswith("PF") for m in modifiers):
         code.event = "invalidate" if "IVALL" in modifiers else ""
         return
-    if root == "UTMACCTL":
-        return  # the descriptor itself, not what it points to
+    if root == "UTMACCTL":  # the descriptor itself, not what it points to; IV is the acquire of fence.proxy.tensormap
+        code.event = "proxy_fence" if "IV" in modifiers else ""
+        return
     if not addresses:
         unknown(c, code, root, operands, ops)
         return

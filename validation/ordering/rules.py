@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from validation.ordering.engine import Analysis, Record
 from validation.ordering.flow import Flow, Key
-from validation.ordering.machine import ASSUME, RELEASED, WAITED, AccessSite
+from validation.ordering.machine import RELEASED, WAITED, AccessSite
 from validation.ordering.model import (
     READING,
     WRITING,
@@ -44,7 +44,7 @@ class Subject:
     roles: RoleMap
     launch: LaunchFacts
     names: dict[int, str] = field(default_factory=dict)  # parameter index -> name
-    ptx_text: dict[int, tuple[int, str]] = field(default_factory=dict)
+    places: dict[tuple[int, str], Record] = field(default_factory=dict)  # (pc, rule) -> where a finding was seen, for its path
 
     @property
     def kernel(self):
@@ -115,7 +115,7 @@ class Subject:
         if record is not None:
             instruction = self.instruction(record.code.pc)
             values.update(pc=record.code.pc, instruction=str(instruction), source_file=instruction.file, source_line=instruction.line)
-            values["path_witness"] = witness(record.flow, record.key, record.code.pc)
+            self.places.setdefault((record.code.pc, str(values["rule"])), record)
             values["warps"] = "" if record.flow.role.name in ("all", "") else record.flow.role.name
         if ref is not None:
             entry = self.entry(ref)
@@ -147,6 +147,19 @@ def witness(flow: Flow, key: Key, pc: int) -> tuple[int, ...]:
     return tuple(reversed(path))
 
 
+def with_witnesses(subject: Subject, findings: list[Finding]) -> list[Finding]:
+    """The findings with the path on which each runs early. Done once at the end: a path costs more than a finding."""
+    done = []
+    for finding in findings:
+        record = subject.places.get((finding.pc, finding.rule)) or next(
+            (r for (pc, _), r in subject.places.items() if pc == finding.pc), None
+        )
+        if record is not None and not finding.path_witness:
+            finding = replace(finding, path_witness=witness(record.flow, record.key, record.code.pc))
+        done.append(finding)
+    return done
+
+
 def early_records(subject: Subject) -> Iterator[tuple[Record, ParamRef]]:
     """Global accesses that lack the wait one of their bases needs, on some path."""
     for record in subject.analysis.records:
@@ -170,7 +183,8 @@ def order_findings(subject: Subject) -> list[Finding]:
     for (pc, ref), records in sorted(group(early_records(subject)).items(), key=lambda item: item[0]):
         record = records[0]
         site = record.site
-        assert site is not None
+        if site is None:
+            continue
         role = subject.role(ref)
         wait_pc, wait_text = subject.escaped_wait(pc)
         warps = ",".join(sorted({r.flow.role.name for r in records} - {"all", ""}))
@@ -209,14 +223,9 @@ def rule_for(subject: Subject, records: list[Record], site: AccessSite, role: Ro
         return "MO013"
     if site.kind is Kind.PREFETCH:
         return "MO008"
-    if subject.has_wait and subject.programmatic and all(_role_without_wait(r.flow) for r in records) and subject.analysis.refined:
+    if subject.has_wait and subject.programmatic and not any(r.flow.passes_wait for r in records) and subject.analysis.refined:
         return "MO007"
     return "MO006" if site.kind in WRITING and site.kind not in READING else "MO001"
-
-
-def _role_without_wait(flow: Flow) -> bool:
-    """No path of this warp role passes the grid wait, by itself or handed over."""
-    return not any(key[1] for key in flow.states)
 
 
 def mixed(subject: Subject, record: Record) -> bool:
@@ -226,17 +235,14 @@ def mixed(subject: Subject, record: Record) -> bool:
 
 def runtime_guard(subject: Subject, record: Record) -> str:
     """The parameter whose value skips the wait on this path, when a run-time flag decides it ("" otherwise)."""
-    return "" if _wait_follows(record) else exit_guard(subject, record.flow, record.assume)
+    guard = exit_guard(subject, record.flow, record.assume)
+    return "" if not guard or _wait_follows(record) else guard
 
 
 def exit_guard(subject: Subject, flow: Flow, assume: frozenset[int]) -> str:
     """The parameter whose value decides, under these conditions, that no wait is executed."""
     domain = subject.analysis.program.compiler.domain
-    skipping = set(flow.skips)
-    for key, state in flow.states.items():
-        if flow.graph.blocks[key[0]].kind == "ACQBULK" and not key[1]:
-            skipping.update(-symbol for symbol in state[ASSUME])
-    for symbol in sorted(assume & skipping):
+    for symbol in sorted(assume & flow.skipping):
         words = parameters_of(domain, abs(symbol))
         if words:
             refs = [subject.analysis.program.resolver.parameter_at(word) for word in sorted(words)]
@@ -246,21 +252,9 @@ def exit_guard(subject: Subject, flow: Flow, assume: frozenset[int]) -> str:
 
 def _wait_follows(record: Record) -> bool:
     """A wait can still be executed after this access: then no flag has turned it off, the access is merely too early."""
-    graph = record.flow.graph
-    reached, stack = set(), [record.key[0]]
-    while stack:
-        block = stack.pop()
-        if block in reached:
-            continue
-        reached.add(block)
-        stack.extend(graph.blocks[block].successors)
     return any(
-        key[0] in reached
-        and not key[1]
-        and graph.blocks[key[0]].kind == "ACQBULK"
-        and not any(-symbol in state[ASSUME] for symbol in record.assume)
-        and not any(-symbol in state[ASSUME] for symbol in record.flow.skips & record.assume)
-        for key, state in record.flow.states.items()
+        record.key[0] in before and not any(-symbol in conditions for symbol in record.assume)
+        for before, conditions in record.flow.waits_ahead
     )
 
 
