@@ -16,13 +16,17 @@ def source_scale(x_TD: torch.Tensor, eps: float) -> torch.Tensor:
     return torch.rsqrt(x_TD.square().mean(-1) + eps)
 
 
-def mix(sources_STD: torch.Tensor, scale_ST: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
-    """Mixture [T, D] of wide sources [S, T, D], unrounded.
+def mix(sources: list[torch.Tensor], scales: list[torch.Tensor], weight_D: torch.Tensor) -> torch.Tensor:
+    """Mixture [T, D] of wide sources [T, D] with their scales [T], unrounded.
 
     `logit_i = <weight, x_i> scale_i` with weight = norm * projection; softmax over the sources, no 1/sqrt(D).
     """
-    shares_ST = ((sources_STD @ weight_D) * scale_ST).softmax(0)
-    return torch.bmm(shares_ST.T.unsqueeze(1), sources_STD.transpose(0, 1)).squeeze(1)
+    logits_ST = torch.stack([source_TD @ weight_D for source_TD in sources]) * torch.stack(scales)
+    shares_ST1 = logits_ST.softmax(0).unsqueeze(-1)
+    mixed_TD = shares_ST1[0] * sources[0]
+    for share_T1, source_TD in zip(shares_ST1[1:], sources[1:], strict=True):
+        mixed_TD.addcmul_(share_T1, source_TD)
+    return mixed_TD
 
 
 class Residual:
@@ -55,5 +59,4 @@ class Residual:
         prefix_TD = self.prefix_TD.to(wide(self.prefix_TD.dtype))
         if not self._blocks:
             return prefix_TD
-        scales_ST = torch.stack([*self._scales, source_scale(prefix_TD, self.eps)])
-        return mix(torch.stack([*self._blocks, prefix_TD]), scales_ST, weight_D)
+        return mix([*self._blocks, prefix_TD], [*self._scales, source_scale(prefix_TD, self.eps)], weight_D)

@@ -27,7 +27,7 @@ class KdaOperands:
     """A sublayer's weights arranged for use: one fused input projection [q | k | v | gate | F_A | beta] and wide gate parameters."""
 
     in_proj: torch.Tensor
-    conv_MW: torch.Tensor  # q | k | v channels, wide
+    conv_WM: torch.Tensor  # taps of the q | k | v channels, wide
     decay_H: torch.Tensor  # exp(A_log), wide
     dt_bias_C: torch.Tensor
     f_b_CK: torch.Tensor
@@ -42,7 +42,7 @@ class KdaOperands:
         w, high = weights, wide(dtype)
         return cls(
             in_proj=torch.cat((w.q_proj_CD, w.k_proj_CD, w.v_proj_CD, w.g_proj_CD, w.f_a_KD, w.b_proj_HD)).to(dtype),
-            conv_MW=torch.cat((w.q_conv_CW, w.k_conv_CW, w.v_conv_CW)).to(high),
+            conv_WM=torch.cat((w.q_conv_CW, w.k_conv_CW, w.v_conv_CW)).to(high).T.contiguous(),
             decay_H=w.A_log_H.to(high).exp(),
             dt_bias_C=w.dt_bias_C.to(high),
             f_b_CK=w.f_b_CK.to(dtype),
@@ -74,18 +74,18 @@ def project(ops: KdaOperands, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 def short_conv(ops: KdaOperands, rows: torch.Tensor) -> torch.Tensor:
     """Causal depthwise convolution and SiLU: rows [..., n + 3, 3C] with three taps of history -> [..., n, 3C] rounded to their dtype."""
-    taps = ops.conv_MW.shape[1]
+    taps = ops.conv_WM.shape[0]
     n = rows.shape[-2] - taps + 1
-    source = rows.to(ops.conv_MW.dtype)
-    total = source[..., :n, :] * ops.conv_MW[:, 0]
+    source = rows.to(ops.conv_WM.dtype)
+    total = source[..., :n, :] * ops.conv_WM[0]
     for tap in range(1, taps):
-        total = torch.addcmul(total, source[..., tap : tap + n, :], ops.conv_MW[:, tap])
-    return silu(total).to(rows.dtype)
+        total.addcmul_(source[..., tap : tap + n, :], ops.conv_WM[tap])
+    return silu(total, inplace=True).to(rows.dtype)
 
 
 def recurrence_inputs(ops: KdaOperands, convolved: torch.Tensor, f_a: torch.Tensor, b: torch.Tensor) -> KdaInputs:
     """Normalise q and k, scale q, and form the bounded gate `lower_bound * sigmoid(exp(A_log) (F_B F_A x + dt_bias))` and beta."""
-    high = ops.conv_MW.dtype
+    high = ops.conv_WM.dtype
     heads = (*convolved.shape[:-1], 3, ops.heads, ops.head_dim)
     q, k, v = convolved.to(high).view(heads).unbind(-3)
     f = (linear(f_a, ops.f_b_CK).to(high) + ops.dt_bias_C).unflatten(-1, (ops.heads, ops.head_dim))
@@ -119,19 +119,20 @@ def recurrent_step(
     q^T S' = (q exp(g))^T S + (q . k) delta.
     """
     decay_NHK = log_decay_NHK.exp()
-    both_NHK2 = torch.stack((k_NHK * decay_NHK, q_NHK * decay_NHK), dim=-1)
-    predicted_NHV, carried_NHV = _state_products(state_NHVK, both_NHK2).unbind(-1)
+    both_NH2K = torch.stack((k_NHK * decay_NHK, q_NHK * decay_NHK), dim=2)
+    predicted_NHV, carried_NHV = _state_products(both_NH2K, state_NHVK).unbind(2)
     delta_NHV = beta_NH.unsqueeze(-1) * (v_NHV - predicted_NHV)
     state_NHVK.mul_(decay_NHK.unsqueeze(-2)).addcmul_(delta_NHV.unsqueeze(-1), k_NHK.unsqueeze(-2))
     return carried_NHV + (q_NHK * k_NHK).sum(-1, keepdim=True) * delta_NHV
 
 
-def _state_products(state_NHVK: torch.Tensor, keys_NHK2: torch.Tensor) -> torch.Tensor:
-    """S times two vectors, [N, H, V, 2]. A strided view of the slots goes head by head: `matmul` would copy all its states first."""
+def _state_products(rows_NH2K: torch.Tensor, state_NHVK: torch.Tensor) -> torch.Tensor:
+    """Two vectors times S^T, [N, H, 2, V]. A strided view of the slots goes head by head: `matmul` would copy all its states first."""
+    transposed_NHKV = state_NHVK.transpose(2, 3)
     if state_NHVK.is_contiguous():
-        return state_NHVK @ keys_NHK2
+        return rows_NH2K @ transposed_NHKV
     heads = range(state_NHVK.shape[1])
-    return torch.stack([torch.bmm(state_NHVK[:, head], keys_NHK2[:, head]) for head in heads], dim=1)
+    return torch.stack([torch.bmm(rows_NH2K[:, head], transposed_NHKV[:, head]) for head in heads], dim=1)
 
 
 def recurrent(inputs: KdaInputs, states_SHVK: torch.Tensor, read_B: torch.Tensor, write_BQ: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from kimi_k3_decode.stock.basic import linear, rms_norm, wide
 from kimi_k3_decode.weights import MlaWeights
 
 # Context values gathered at a time in decode: they stay in a core's second-level cache, and memory is bounded at a million tokens.
-DECODE_BLOCK_VALUES = 1 << 18
+DECODE_BLOCK_VALUES = 1 << 19
 # Query rows a prefill attention call takes when there is cached context; bounds the mask.
 PREFILL_QUERY_ROWS = 512
 
@@ -185,6 +185,9 @@ def _attend_blocks(
         if last > shortest:
             hidden = torch.arange(first, last, device=query.device) >= visible_BR.unsqueeze(-1)
             scores.masked_fill_(hidden, float("-inf"))
+        if first == 0 and last == longest:  # one block: a plain softmax; rows that see nothing come out as NaN
+            mixed = torch.bmm(scores.softmax(-1), entries_BSC[..., : ops.latent])
+            return mixed if shortest > 0 else torch.where(visible_BR.unsqueeze(-1) > 0, mixed, 0.0)
         new_peak = torch.maximum(peak, scores.amax(-1, keepdim=True))
         anchor = new_peak.clamp(min=torch.finfo(high).min)  # a row that sees nothing yet has no finite peak
         shares = torch.exp_(scores.sub_(anchor))
