@@ -90,8 +90,8 @@ class FarCase:
 FAR: Mapping[int, FarCase] = {
     65536: FarCase(length_tokens=65528, pattern=(7, 1, 1, 8, 8), n_requests=2),  # ... 65535 | 65536 ...
     131072: FarCase(length_tokens=131064, pattern=(7, 1, 1, 8), n_requests=2),
-    262144: FarCase(length_tokens=262136, pattern=(8, 1, 8), n_requests=1),
-    1048575: FarCase(length_tokens=1048567, pattern=(8, 1), n_requests=1),  # the last token stands at position 1,048,575
+    262144: FarCase(length_tokens=262136, pattern=(8, 1, 8), n_requests=2),
+    1048575: FarCase(length_tokens=1048559, pattern=(8, 8, 1), n_requests=1),  # the last token stands at position 1,048,575
 }
 
 

@@ -64,6 +64,25 @@ def root_mean_square(values: torch.Tensor) -> float:
     return float(values.double().square().mean().sqrt()) if values.numel() else math.nan
 
 
+def geometric_mean(values: torch.Tensor) -> float:
+    """exp(mean(log)): 0 where a value is 0, NaN where one is NaN or nothing was measured. Not led by a few tokens, as an RMS is."""
+    return float(values.double().log().mean().exp()) if values.numel() else math.nan
+
+
+def ratio_low(candidate_N: torch.Tensor, stock_N: torch.Tensor, draws: int = 1000) -> float:
+    """Low end of the 95 % bootstrap interval of sum(candidate) / sum(stock) over tokens drawn in pairs; NaN if any value is NaN.
+
+    A ratio of heavy-tailed sums says little by itself; that even its low end is above a limit says much.
+    """
+    n = candidate_N.numel()
+    if n == 0 or bool(candidate_N.isnan().any()) or bool(stock_N.isnan().any()):
+        return math.nan
+    drawn = torch.randint(n, (draws, n), generator=torch.Generator().manual_seed(n))
+    sums = candidate_N.double()[drawn].sum(-1), stock_N.double()[drawn].sum(-1)
+    ratios = torch.tensor([ratio(c, s) for c, s in zip(sums[0].tolist(), sums[1].tolist(), strict=True)], dtype=torch.float64)
+    return float(ratios.quantile(0.025))
+
+
 def largest(values: torch.Tensor) -> float:
     """The largest value, NaN if any is NaN or there is none."""
     if not values.numel() or bool(values.isnan().any()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +15,21 @@ from validation.core.worker import Refused
 from validation.numerics import checks, probes
 from validation.numerics.contexts import FAR, FarContexts, NearContexts, Window
 from validation.numerics.decode import FORCED, FREE, Compared, compare_paths, join
-from validation.numerics.errors import TokenErrors, drift, largest, ratio, root_mean_square, worst_tokens
+from validation.numerics.errors import (
+    TokenErrors,
+    drift,
+    geometric_mean,
+    largest,
+    ratio,
+    ratio_low,
+    root_mean_square,
+    worst_tokens,
+)
 from validation.numerics.textsource import tokens_ending_at
 
 Result = tuple[tuple[Measurement, ...], Mapping[str, Any]]
-PROMPT_TOKENS = 384  # of an end-to-end case, all requests' texts differ
+PROMPT_TOKENS = 384  # of an end-to-end case; the texts of all requests differ
+WIDE_PROMPT_TOKENS = 96  # with more than eight requests
 DECODED_TOKENS = 96  # at least, over all requests and steps of an end-to-end case
 FLIPS_SHOWN = 20
 
@@ -84,9 +95,9 @@ def measure_end_to_end(case: Case, targets: Mapping[str, Any]) -> Result:
     config = prefiller.config
     n_decoded = n_steps * q
     seeds = [_seed(case, targets) * 100 + r for r in range(n_requests)]
-    lengths = [PROMPT_TOKENS if n_requests <= 8 else 256] * n_requests
-    texts = [tokens_ending_at([n], s, bos=config.bos_token_id, vocab_size=config.vocab_size) for n, s in zip(lengths, seeds, strict=True)]
-    caches = Caches.allocate(config, n_requests, max(lengths), q_max=q)
+    n_prompt = PROMPT_TOKENS if n_requests <= 8 else WIDE_PROMPT_TOKENS
+    texts = [tokens_ending_at([PROMPT_TOKENS], s, bos=config.bos_token_id, vocab_size=config.vocab_size)[-n_prompt:] for s in seeds]
+    caches = Caches.allocate(config, n_requests, n_prompt, q_max=q)
     requests = [caches.acquire() for _ in range(n_requests)]
     prefiller.prefill([text[:-n_decoded] for text in texts], caches, requests)
     steps = [torch.tensor([text[len(text) - n_decoded + i * q :][:q] for text in texts]) for i in range(n_steps)]
@@ -176,28 +187,36 @@ def _measurements(found: Mapping[str, Compared]) -> list[Measurement]:
     made = []
     for routing, compared in found.items():
         candidate, stock = compared.candidate, compared.stock
+        error = geometric_mean(candidate.rms), geometric_mean(stock.rms)
         rms = root_mean_square(candidate.rms), root_mean_square(stock.rms)
         kl = float(candidate.kl.mean()), float(stock.kl.mean())
-        made += [
-            Measurement(name=f"{routing}_error_ratio", value=ratio(*rms), unit="1"),
-            Measurement(name=f"{routing}_kl_ratio", value=ratio(*kl), unit="1"),
-            Measurement(name=f"{routing}_candidate_error", value=rms[0], unit="nats", samples=tuple(candidate.rms.tolist())),
-            Measurement(name=f"{routing}_stock_error", value=rms[1], unit="nats", samples=tuple(stock.rms.tolist())),
-            Measurement(name=f"{routing}_candidate_kl", value=kl[0], unit="nats"),
-            Measurement(name=f"{routing}_stock_kl", value=kl[1], unit="nats"),
-            Measurement(name=f"{routing}_candidate_largest_error", value=largest(candidate.largest), unit="nats"),
-            Measurement(name=f"{routing}_stock_largest_error", value=largest(stock.largest), unit="nats"),
-            Measurement(name=f"{routing}_candidate_agreement", value=_share(candidate.agrees), unit="share"),
-            Measurement(name=f"{routing}_stock_agreement", value=_share(stock.agrees), unit="share"),
-            Measurement(name=f"{routing}_worst_flip", value=largest(candidate.lead_lost), unit="nats"),
+        most = largest(candidate.largest), largest(stock.largest)
+        rows: list[tuple[str, float, str]] = [
+            ("error_ratio", ratio(*error), "1"),
+            ("rms_ratio", ratio(*rms), "1"),
+            ("rms_ratio_low", math.sqrt(ratio_low(candidate.rms.square(), stock.rms.square())), "1"),
+            ("kl_ratio", ratio(*kl), "1"),
+            ("kl_ratio_low", ratio_low(candidate.kl.clamp(min=0.0), stock.kl.clamp(min=0.0)), "1"),
+            ("largest_ratio", ratio(*most), "1"),
+            ("candidate_rms", rms[0], "nats"),
+            ("stock_rms", rms[1], "nats"),
+            ("candidate_kl", kl[0], "nats"),
+            ("stock_kl", kl[1], "nats"),
+            ("candidate_largest_error", most[0], "nats"),
+            ("stock_largest_error", most[1], "nats"),
+            ("candidate_agreement", _share(candidate.agrees), "share"),
+            ("stock_agreement", _share(stock.agrees), "share"),
+            ("worst_flip", largest(candidate.lead_lost), "nats"),
         ]
-    forced = found[FORCED]
+        made += [Measurement(name=f"{routing}_{name}", value=value, unit=unit) for name, value, unit in rows]
+        for name, value, errors in (("candidate_error", error[0], candidate), ("stock_error", error[1], stock)):
+            made.append(Measurement(name=f"{routing}_{name}", value=value, unit="nats", samples=tuple(errors.rms.tolist())))
     bad = sum(compared.candidate.non_finite + compared.candidate_non_finite_cache for compared in found.values())
     return [
         *made,
-        Measurement(name="stock_error", value=root_mean_square(forced.stock.rms), unit="nats"),
+        Measurement(name="stock_error", value=root_mean_square(found[FORCED].stock.rms), unit="nats"),
         Measurement(name="non_finite", value=bad, unit="count"),
-        Measurement(name="tokens", value=forced.stock.rms.numel(), unit="count"),
+        Measurement(name="tokens", value=found[FORCED].stock.rms.numel(), unit="count"),
     ]
 
 

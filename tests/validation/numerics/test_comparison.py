@@ -137,7 +137,7 @@ def test_end_to_end_passes_and_sees_faults(weights):
     check = checks.EndToEndCheck()
     case = Case(subject="model", params={"requests": 8, "q": 8})
     assert verdict_of(check, case, measure.measure_end_to_end(case, targets_of(weights, build_stock))) == []
-    assert {"forced_error_ratio", "forced_kl_ratio"} <= set(
+    assert {"forced_error_ratio", "forced_kl_ratio_low"} <= set(
         verdict_of(check, case, measure.measure_end_to_end(case, targets_of(weights, taps_shifted)))
     )
 

@@ -13,8 +13,10 @@ from validation.numerics.errors import (
     Slope,
     concatenate,
     drift,
+    geometric_mean,
     largest,
     ratio,
+    ratio_low,
     root_mean_square,
     slope,
     token_errors,
@@ -81,6 +83,35 @@ def test_nothing_measured_is_nan():
     empty = torch.zeros(0)
     assert math.isnan(root_mean_square(empty))
     assert math.isnan(largest(empty))
+
+
+def test_the_geometric_mean_is_scipys():
+    values = torch.rand(50, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert geometric_mean(values) == pytest.approx(float(stats.gmean(values.numpy())))
+    assert geometric_mean(torch.tensor([1.0, 0.0])) == 0.0
+    assert math.isnan(geometric_mean(torch.tensor([1.0, math.nan])))
+    assert math.isnan(geometric_mean(torch.zeros(0)))
+
+
+def test_the_low_end_of_a_ratio():
+    """Against scipy's paired bootstrap; one outlier alone does not lift it, a factor on all tokens does."""
+    generator = torch.Generator().manual_seed(2)
+    stock = torch.rand(80, generator=generator, dtype=torch.float64) + 0.5
+    candidate = stock * (1 + 0.3 * torch.randn(80, generator=generator, dtype=torch.float64)).abs()
+
+    def statistic(c, s, axis):
+        return c.sum(axis) / s.sum(axis)
+
+    sample = (candidate.numpy(), stock.numpy())
+    expected = stats.bootstrap(sample, statistic, paired=True, method="percentile", rng=np.random.default_rng(0))
+    assert ratio_low(candidate, stock) == pytest.approx(expected.confidence_interval.low, abs=0.02)
+    assert ratio_low(2 * candidate, stock) == pytest.approx(2 * ratio_low(candidate, stock))
+    assert ratio_low(stock, stock) == 1.0
+    outlier = stock.clone()
+    outlier[0] = 1e3
+    assert ratio_low(outlier, stock) < 1.5
+    assert math.isnan(ratio_low(torch.tensor([math.nan, 1.0]), torch.ones(2)))
+    assert math.isnan(ratio_low(torch.zeros(0), torch.zeros(0)))
 
 
 def test_slope_is_scipys_with_its_interval():
