@@ -121,7 +121,7 @@ def _judge_case(
         return make(state=State.NOT_BUILT, note=reason or "got no binary")
     if case.family == "cutedsl":
         result = crosscheck.moved_by_nvvm(result, [case.source], [case.source.parent / PRELUDE])
-    result = replace(result, findings=(*result.findings, *crosscheck.unpolled_mailboxes(result, case.roles)))
+    result = replace(result, findings=(*result.findings, *crosscheck.more_findings(result, case.roles)))
     found = {(finding.rule, finding.parameter) for finding in result.findings}
     missing, unexpected = compare(case.expected(arch), found)
     state, note = (State.OK, "") if not missing and not unexpected else (State.FAILED, "")

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from validation.ordering.lint_doors import Function, Source, called_name, find_sites
-from validation.ordering.model import READING, AuditResult, Finding, Kind, Role, RoleMap, Stage
+from validation.ordering.model import READING, AuditResult, Finding, Kind, Role, RoleMap, Stage, WaitKind
 
 WAIT_NAMES = frozenset({"griddepcontrol_wait", "grid_wait", "cudaGridDependencySynchronize"})
 WAIT_TEXT = ("griddepcontrol.wait", ".acquire", "mbarrier.try_wait", "mbarrier.test_wait")
@@ -38,6 +38,36 @@ def unpolled_mailboxes(result: AuditResult, roles: RoleMap) -> tuple[Finding, ..
                     role=Role.MAILBOX,
                     role_reason=entry.reason,
                     fix="poll with ld.acquire, ld.relaxed or a volatile load; declare inline PTX side-effecting",
+                )
+            )
+    return tuple(found)
+
+
+def guards_not_polled(result: AuditResult, roles: RoleMap) -> tuple[Finding, ...]:
+    """MO016 for flags that guard a buffer and are read in no loop that waits for them: unordered when the peer is late."""
+    guards = {entry.guarded_by for entry in roles.by_index.values() if entry.guarded_by is not None}
+    polled = {ref.index for wait in result.waits if wait.kind is WaitKind.ACQUIRE for ref in wait.bases}
+    found = []
+    for access in result.accesses:
+        for ref in sorted(access.bases):
+            if access.kind is not Kind.LOAD or ref.index not in guards - polled or access.strength == "weak":
+                continue
+            entry = roles.lookup(ref)
+            name = entry.name if entry is not None and entry.name else str(ref)
+            found.append(
+                Finding(
+                    rule="MO016",
+                    kernel=result.kernel,
+                    arch=result.arch,
+                    message=f"flag {name} guards a buffer and is read once, not polled in a loop",
+                    pc=access.pc,
+                    instruction=access.text,
+                    parameter=name,
+                    role=Role.MAILBOX,
+                    role_reason=entry.reason if entry is not None else "",
+                    source_file=access.file,
+                    source_line=access.line,
+                    fix="poll it in a loop with acquire until the expected value is there",
                 )
             )
     return tuple(found)
@@ -109,6 +139,11 @@ def _raise(finding: Finding, kernel: Function, wait: int, use: int) -> Finding:
         source_line=finding.source_line or use,
         fix="declare the inline PTX side-effecting and add the memory clobber",
     )
+
+
+def more_findings(result: AuditResult, roles: RoleMap) -> tuple[Finding, ...]:
+    """Everything here that needs roles and one result."""
+    return (*unpolled_mailboxes(result, roles), *guards_not_polled(result, roles))
 
 
 def reads_before_wait(result: AuditResult) -> int:

@@ -142,7 +142,7 @@ def weights_of(manifest: Manifest) -> lint.IsWeight:
 def finish(result: AuditResult, roles: RoleMap, sources: Sequence[Path] = (), context: Sequence[Path] = ()) -> AuditResult:
     """Adds the findings that need more than the binary."""
     raised = crosscheck.moved_by_nvvm(result, _files(sources), context) if sources else result
-    return replace(raised, findings=(*raised.findings, *crosscheck.unpolled_mailboxes(raised, roles)))
+    return replace(raised, findings=(*raised.findings, *crosscheck.more_findings(raised, roles)))
 
 
 def _files(paths: Iterable[Path]) -> list[Path]:
