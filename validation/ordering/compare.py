@@ -14,7 +14,7 @@ from validation.ordering.machine import ACQUIRE, BARRIER, MBARRIER, RELEASE
 from validation.ordering.model import READING, WRITING, Finding, Kind, LaunchFacts, ParamRef, PtxKernel, Role, RoleMap, Stage
 from validation.ordering.ptx_lower import Lowered, lower_ptx
 from validation.ordering.rules import Subject, early_records, launch_findings, merged
-from validation.ordering.rules_sync import poll_findings
+from validation.ordering.rules_sync import POLL_FIX, poll_findings
 
 MOVED = frozenset({"MO001", "MO006", "MO007", "MO008"})
 KIND_NAMES = {BARRIER: "a barrier", MBARRIER: "an mbarrier wait", ACQUIRE: "an acquire"}
@@ -245,6 +245,11 @@ def gone(subject: Subject, side: PtxSide) -> list[Finding]:
         elif mine and (name := _merged_across(mine, originals)):
             message = f"{subject.name(ref)} is read before and after {name} in the PTX, and only before it in the binary: loads were merged"
             found.append(subject.finding("MO016", message, mine[0], ref, stage=Stage.PTXAS, ptx_line=line, ptx_text=text))
+    endless = poll_findings(side.subject)
+    if endless and not poll_findings(subject):
+        line, text = side.lowered.sources[endless[0].pc // 16].line, " ".join(side.lowered.sources[endless[0].pc // 16].text.split())
+        message = f"the PTX loop at line {line} reads nothing and its condition never changes: a poll was hoisted, and ptxas dropped the loop"
+        found.append(subject.finding("MO016", message, stage=Stage.NVVM, ptx_line=line, ptx_text=text, fix=POLL_FIX))
     polls, originals_polls = subject.analysis.program.resolver.ended_polls, side.subject.analysis.program.resolver.ended_polls
     if originals_polls and not polls:
         message = "a polling loop of the PTX is no loop in the binary"

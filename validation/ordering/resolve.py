@@ -89,7 +89,7 @@ class Resolver:
     def direct(self, low: int, high: int) -> list[ParamRef]:
         found = []
         for source in self.domain.listed(low):
-            if source[0] == "param" and high & self.domain.bit(("param", source[1] + 4)):
+            if source[0] == "param" and source[1] % 8 == 0 and high & self.domain.bit(("param", source[1] + 4)):
                 ref = self.parameter_at(source[1])
                 if ref is not None:
                     found.append(ref)
@@ -111,7 +111,7 @@ class Resolver:
         unknown, space = False, "global"
         for source in self.domain.listed(low):
             kind = source[0]
-            if kind == "param" and high & self.domain.bit(("param", source[1] + 4)):
+            if kind == "param" and source[1] % 8 == 0 and high & self.domain.bit(("param", source[1] + 4)):
                 ref = self.parameter_at(source[1])
                 if ref is None:
                     unknown = True

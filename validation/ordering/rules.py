@@ -93,7 +93,7 @@ class Subject:
             return record.waited
         if self.programmatic:
             return True  # said once, as MO005
-        if role is Role.INPUT and self.guarding_polls():
+        if role is Role.INPUT and self.launch.pdl is None and self.guarding_polls():
             return bool(record.must & ~WAITED)
         return True
 
