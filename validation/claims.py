@@ -69,8 +69,8 @@ CLAIMS: tuple[Claim, ...] = (
         sentence="A step reads only what it or a step before wrote: poison, delays, skewed ranks and replays change no bit.",
         lane="schedule",
         checks=("schedule.*",),
-        required_in=ALL,
-        proven_by="fasttrack run --lanes schedule; on kernels: --profile gpu",
+        required_in=GPU,
+        proven_by="fasttrack run --profile gpu --lanes schedule",
     ),
     # ---- evals ----
     Claim(
