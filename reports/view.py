@@ -18,6 +18,7 @@ from validation.core.store import read_evidence, read_json, read_run
 from validation.core.types import Claim, ClaimResult, Evidence, Finding, HarnessError, Holds, Outcome, Run, Status, Verdict
 
 VERDICT_FILE = "verdict.json"
+FRESHNESS_FILE = "freshness.json"
 LANES = ("scope", "ordering", "numerics", "evals", "schedule", "perf", "mutants")
 MAX_ROWS = 60  # of one table in report.md; the HTML holds every row
 
@@ -75,6 +76,35 @@ class Lane:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StaleCell:
+    """One published record that no longer describes the code, with every reason and the command that renews it."""
+
+    run: str
+    evidence: str
+    check: str
+    case: str
+    rank: int
+    gpu: str
+    measured_utc: str
+    outcome: str
+    reasons: tuple[str, ...]
+    required: bool
+    renew: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Freshness:
+    """How the published evidence stood; `problems` refuse PR-ready."""
+
+    published: int
+    fresh: int
+    stale: int
+    problems: tuple[str, ...]
+    renew: tuple[str, ...]
+    cells: tuple[StaleCell, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class View:
     run: Run
     run_dir: Path
@@ -83,6 +113,7 @@ class View:
     n_records: int
     outcomes: Mapping[str, int]
     troubles: tuple[Evidence, ...] = field(default_factory=tuple)  # refused and crashed attempts
+    freshness: Freshness | None = None  # of the published evidence, when the run was judged
 
     @property
     def claims(self) -> Iterator[tuple[Claim, ClaimResult]]:
@@ -168,8 +199,20 @@ def load_view(run_dir: Path) -> View:
                 )
             )
     return View(
-        run=run, run_dir=run_dir, verdict=verdict, lanes=tuple(lanes), n_records=n_records, outcomes=outcomes, troubles=tuple(troubles)
+        run=run,
+        run_dir=run_dir,
+        verdict=verdict,
+        lanes=tuple(lanes),
+        n_records=n_records,
+        outcomes=outcomes,
+        troubles=tuple(troubles),
+        freshness=_freshness(run_dir),
     )
+
+
+def _freshness(run_dir: Path) -> Freshness | None:
+    path = run_dir / FRESHNESS_FILE
+    return jsonio.decode(Freshness, read_json(path), FRESHNESS_FILE) if path.exists() else None
 
 
 def status_word(status: Status | str) -> str:

@@ -36,6 +36,7 @@ LANE_COMMANDS = {
     "scope": ("validation.scope.cli", "Judge a change of a git repository against the policy (seconds, no GPU)."),
     "mutants": ("validation.mutants.cli", "Run wrong candidates and print the kill table (minutes, no GPU)."),
     "status": ("validation.freshness.cli", "Say which published evidence is stale and what renews it (seconds)."),
+    "publish": ("validation.freshness.publish_cli", "Put evidence of a GPU machine below reports/published (seconds)."),
     "gate": ("validation.gate.cli", "What CI blocks on, in one command."),
 }
 

@@ -81,13 +81,14 @@ def _apply(limit: Limit, record: Evidence, blank: Finding) -> Finding:
 
 def decide_claim(claim: Claim, findings: Mapping[str, Sequence[Finding]], *, required: bool, lane_ran: bool) -> ClaimResult:
     """`claim.checks` are check ids or patterns (`numerics.*`); one that matches nothing is missing evidence."""
-    gathered: list[Finding] = []
+    matched: dict[str, Sequence[Finding]] = {}  # by check, so that two patterns that name one check count its findings once
     missing = []
     for pattern in claim.checks:
-        matched = [found for check, group in findings.items() if fnmatchcase(check, pattern) for found in group]
-        gathered += [found for found in matched if found not in gathered]
-        if not matched:
+        found = {check: group for check, group in findings.items() if group and fnmatchcase(check, pattern)}
+        matched |= found
+        if not found:
             missing.append(pattern)
+    gathered = [finding for group in matched.values() for finding in group]
     status = _claim_status(gathered, missing)
     return ClaimResult(
         claim=claim.id, status=status, required=required, findings=tuple(gathered), note=_note(claim, status, gathered, missing, lane_ran)

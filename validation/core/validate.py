@@ -34,6 +34,7 @@ from validation.core.types import Claim, HarnessError, Run, Verdict
 
 VERDICT_FILE = "verdict.json"
 REPORT_FILE = "report.md"
+FRESHNESS_FILE = "freshness.json"
 REPORT_LIMIT_S = 600.0
 Say = Callable[[str], None]
 
@@ -97,6 +98,7 @@ def _describe_run(settings: Settings, plan: Plan, argv: Sequence[str], scratch_r
         dirty=dirty,
         profile=settings.profile,
         config={
+            **_digests(settings),
             "settings": jsonio.plain(settings),
             "plan_sha256": sha256_hex(jsonio.dumps(plan).encode()),
             "code_sha256": environment.code_digest(),
@@ -135,6 +137,24 @@ def _measure(settings: Settings, run: Run, plan: Plan, run_dir: Path | None, scr
         store.release()
     shutil.rmtree(scratch, ignore_errors=True)
     return store.run_dir
+
+
+def _digests(settings: Settings) -> dict[str, dict[str, str]]:
+    """What a run on a GPU must carry to be published: digests of kernels, contracts, configuration and toolchain."""
+    if settings.profile == "embedded":
+        return {}
+    from validation.freshness import digests
+
+    return {"digests": digests.current()}
+
+
+def _note_freshness(run_dir: Path, policy: Path) -> None:
+    """Write freshness.json: how the published evidence stood when this run was judged. The report lists it."""
+    from validation.freshness import published
+    from validation.policy import load_policy
+
+    body = published.stored(published.freshness(policy=load_policy(policy)))
+    write_atomically(run_dir / FRESHNESS_FILE, jsonio.dumps(body, indent=1).encode() + b"\n")
 
 
 def load_claims(dotted: str) -> tuple[Claim, ...]:
@@ -178,6 +198,8 @@ def judge_run(run_dir: Path, *, policy: Path, claims: Sequence[Claim]) -> Result
     )
     body = {**jsonio.plain(verdict), "claim_texts": {c.id: jsonio.plain(c) for c in claims}}
     write_atomically(run_dir / VERDICT_FILE, json.dumps(body, indent=1, allow_nan=False).encode() + b"\n")
+    if policy.exists():
+        _note_freshness(run_dir, policy)
     report = run_dir / REPORT_FILE
     return Result(run_dir=run_dir, verdict=verdict, report=str(report) if report.exists() else "")
 
