@@ -65,7 +65,7 @@ class SuiteCheck:
     def measure(self, case: Case, targets: Mapping[str, Any]) -> tuple[tuple[Measurement, ...], Mapping[str, Any]]:
         from evals.measurements import details_of, measurements_of
 
-        with open_session(targets, case.seed) as session:
+        with open_session(targets, case) as session:
             result = run_case(case, session, targets)
             _keep_records(session.records.path)
         details = details_of(result.gate, result.pairs)
@@ -97,8 +97,10 @@ class FamilyCheck:
         from evals.gate import judge_family
         from evals.measurements import family_details, family_measurements
 
-        with open_session(targets, case.seed) as session:
-            gates = [run_case(suite_case(suite), session, targets).gate for suite in EMBEDDED_PLANS]
+        gates = []
+        for suite in EMBEDDED_PLANS:
+            with open_session(targets, suite_case(suite)) as session:
+                gates.append(run_case(suite_case(suite), session, targets).gate)
         family = judge_family(gates)
         return family_measurements(family, gates), family_details(family, gates)
 
@@ -124,16 +126,16 @@ def run_case(case: Case, session: PairedSession, targets: Mapping[str, Any]) -> 
 
 
 @contextmanager
-def open_session(targets: Mapping[str, Any], seed: int) -> Iterator[PairedSession]:
-    """A session over the embedded engine. Its records lie in the run's scratch folder, where an interrupted run finds them again."""
+def open_session(targets: Mapping[str, Any], case: Case) -> Iterator[PairedSession]:
+    """A session over the embedded engine. A suite's records lie in the run's scratch folder, where an interrupted run finds them again."""
     from evals.embedded import embedded_engine
     from evals.generation import PATHS, PairedSession
     from evals.records import RecordFile
 
-    base_seed = int(targets["stock"].settings.seed) + seed
+    base_seed = int(targets["stock"].settings.seed) + case.seed
     with tempfile.TemporaryDirectory() as alone:
         folder = Path(os.environ.get("FASTTRACK_SCRATCH") or alone)
-        with RecordFile(folder / "evals" / f"records-{base_seed}.jsonl") as records:
+        with RecordFile(folder / "evals" / f"{case.subject}-{base_seed}.jsonl") as records:
             fingerprints = {path: targets[path].fingerprint() for path in PATHS}
             yield PairedSession(embedded_engine(targets), records, fingerprints, base_seed=base_seed)
 

@@ -25,7 +25,7 @@ from validation.core.types import Case, Claim, Evidence, Outcome, Status
 from validation.policy import load_policy
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fakes import ScriptedEngine, write_suites
+from fakes import SIZES, ScriptedEngine, write_suites
 from test_gate import answers, flipped
 
 POLICY = SuitePolicy(suite="s", delta=0.06)
@@ -154,9 +154,9 @@ def bench(tmp_path, monkeypatch):
     return SimpleNamespace(build=build, engines=engines, scratch=tmp_path / "scratch")
 
 
-def run_lane(targets):
+def run_lane(targets, count=None):
     results = {}
-    for check in lane.checks():
+    for check in lane.checks()[:count]:
         for case in check.cases():
             measured, details = check.measure(case, targets)
             jsonio.dumps(details)
@@ -169,22 +169,21 @@ def test_an_equal_candidate_passes_every_check_and_the_records_are_kept(bench):
     assert {r.status for r in results.values()} == {Status.PASS}, {k: r.note for k, r in results.items()}
     assert set(results) == {f"evals.gate.{name}" for name in (*lane.EMBEDDED_PLANS, "family")}
     lines = (bench.scratch / "artifacts" / "records.jsonl").read_text().splitlines()
-    assert len(lines) > 1000
+    assert len(lines) == 4 * SIZES["mrcr_nano"]  # of the last suite: a reply and its score, on both sides
 
 
 @pytest.mark.parametrize("fault", [{"drop": 0.25}, {"truncate": 0.2}, {"fall_back": 0.4}, {"lose": 0.05}], ids=lambda f: next(iter(f)))
 def test_a_faulty_candidate_fails_the_lane(bench, fault):
-    results = run_lane(bench.build(**fault))
+    results = run_lane(bench.build(**fault), count=1)
     assert Status.FAIL in {r.status for r in results.values()}
 
 
 def test_the_family_check_generates_nothing_and_a_second_run_either(bench):
     targets = bench.build()
     run_lane(targets)
-    family = bench.engines[-1]
-    assert family.calls == {"stock": 0, "candidate": 0}
+    assert sum(sum(e.calls.values()) for e in bench.engines[:4]) == 2 * (sum(SIZES.values()) + 3 * SIZES["aime25_nano"])
     run_lane(targets)
-    assert sum(sum(e.calls.values()) for e in bench.engines[5:]) == 0
+    assert sum(sum(e.calls.values()) for e in bench.engines[4:]) == 0
 
 
 def test_planning_loads_no_heavy_package():

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import sys
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -10,6 +11,10 @@ import datasets
 import pytest
 from lm_eval.tasks import TaskManager
 
+from evals.generation import PairedSession, PathReply
+from evals.policy import SuitePolicy
+from evals.records import RecordFile
+from evals.run import run_suite
 from evals.tasks import docs, loading, scoring
 from evals.tasks.loading import FOLDER, NANO_SUITES, REAL_SUITES, load_task, task_config
 from validation.core.types import HarnessError
@@ -80,6 +85,55 @@ def test_public_tasks_run_from_local_files(public, suite):
     assert task.doc_to_text(doc)
     assert task.config.generation_kwargs["max_gen_toks"] >= 8192
     assert task.config.dataset_path == "json"
+
+
+ANSWERS = {
+    "gsm8k": lambda i: f"so {i} + 1 = {i + 1}. #### {i + 1}",
+    "aime25": lambda i: rf"Therefore \boxed{{{i}}}",
+    "mrcr": lambda i: "Xyla",
+}
+
+
+class Solver:
+    """Solves the invented public rows on stock; the candidate gets every second prompt wrong."""
+
+    max_context_tokens = 100_000
+
+    def __init__(self, suite):
+        self.suite, self.prompts = suite, []
+
+    def count_tokens(self, prompt):
+        return len(prompt)
+
+    def generate_pair(self, prompts, params):
+        return {path: self.generate(prompts, params, path) for path in ("stock", "candidate")}
+
+    def generate(self, prompts, params, path):
+        self.prompts += prompts
+        return [self._reply(prompt, path) for prompt in prompts]
+
+    def _reply(self, prompt, path):
+        numbers = [int(n) for n in re.findall(r"(?:What is |x=)(\d+)", prompt)] or [0]
+        wrong = path == "candidate" and numbers[-1] % 2 == 0
+        text = "no idea" if wrong else ANSWERS[self.suite](numbers[-1])
+        return PathReply(token_ids=tuple(map(ord, text)), text=text, finish_reason="stop")
+
+
+@pytest.mark.parametrize("suite", sorted(ANSWERS))
+def test_public_tasks_run_end_to_end_from_local_files(public, tmp_path, suite):
+    solver = Solver(suite)
+    with RecordFile(tmp_path / "r.jsonl") as records:
+        session = PairedSession(solver, records, {"stock": "s", "candidate": "c"})
+        result = run_suite(suite, session, SuitePolicy(suite=suite, delta=0.05, ceiling=1.0))
+    assert result.gate.stock.mean == 1.0
+    assert result.gate.candidate.mean == (0.0 if suite == "mrcr" else 0.5)
+    repeats = 8 if suite == "aime25" else 1
+    assert result.gate.n_repeats == repeats
+    assert len(records.replies) == 2 * repeats * len(load_task(suite).eval_docs)
+    if suite == "mrcr":
+        assert solver.prompts[0] == "User: Write a poem\nBot: la\nUser: Repeat it\nBot:"
+    if suite == "gsm8k":
+        assert solver.prompts[0].count("Question:") == 6  # five shots and the question
 
 
 def test_public_tasks_keep_the_shipped_prompts(public):
