@@ -50,6 +50,34 @@ def _packed_experts(kind: str, stacked: torch.Tensor, config: ModelConfig) -> di
     return tensors
 
 
+def trained_parameters(
+    tensors: dict[str, torch.Tensor], config: ModelConfig
+) -> tuple[network.Parameters, torch.Tensor, network.Parameters]:
+    """The inverse of `checkpoint_tensors`: float32 parameters, router biases [n_moe, E], and the drafter's float32 parameters.
+
+    The masters come back rounded: what the checkpoint holds is all there is.
+    """
+    params: network.Parameters = {}
+    for name in network.parameter_shapes(config):
+        if name in network.EXPERTS:
+            params[name] = _unpacked_experts(tensors, name.removeprefix("experts."), config)
+        else:
+            params[name] = tensors[HEAD_NAME if name == "lm_head.weight" else MODEL_PREFIX + name].float()
+    moe_layers = range(config.n_dense_layers, config.n_layers)
+    biases = torch.stack([tensors[f"{MODEL_PREFIX}layers.{n}.block_sparse_moe.gate.e_score_correction_bias"] for n in moe_layers])
+    return params, biases.float(), {name: value.float() for name, value in tensors.items() if name.startswith("draft.")}
+
+
+def _unpacked_experts(tensors: dict[str, torch.Tensor], kind: str, config: ModelConfig) -> torch.Tensor:
+    layers = []
+    for n in range(config.n_dense_layers, config.n_layers):
+        names = [f"{MODEL_PREFIX}layers.{n}.block_sparse_moe.experts.{expert}.{kind}" for expert in range(config.n_experts)]
+        codes = torch.stack([tensors[f"{name}.weight_packed"] for name in names])
+        scales = torch.stack([tensors[f"{name}.weight_scale"] for name in names])
+        layers.append(mxfp4.unpack(codes, scales, torch.float32))
+    return torch.stack(layers)
+
+
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> str:
     """Write a safetensors file at once and return its SHA-256."""
     temporary = path.with_suffix(".tmp")

@@ -1,4 +1,8 @@
-"""gpqa_diamond_nano: four-way science questions with shuffled choices, worked briefly, closed with `The answer is (C).`"""
+"""gpqa_diamond_nano: four-way science questions with shuffled choices, worked briefly, closed with `The answer is (C)`.
+
+A choice's letter stands after its text. With the letter in front, a model of this size solved the questions and still named letters at
+random: finding what *precedes* a match is much harder to learn than finding what follows it (see TRAINING.md).
+"""
 
 from __future__ import annotations
 
@@ -54,7 +58,7 @@ def _reaction(rng: random.Random, level: ScienceLevel) -> tuple[str, str, str, l
 
 def _decay(rng: random.Random, level: ScienceLevel) -> tuple[str, str, str, list[str]]:
     halvings, period = level.steps, rng.randint(2, 12)
-    left = rng.randint(3, 600 >> halvings)
+    left = rng.randint(3, max(600, 9 * level.size) >> halvings)
     mass = left << halvings
     masses = [mass >> i for i in range(halvings + 1)]
     element = _substance(rng)
@@ -81,8 +85,8 @@ def _circuit(rng: random.Random, level: ScienceLevel) -> tuple[str, str, str, li
 def _collision(rng: random.Random, level: ScienceLevel) -> tuple[str, str, str, list[str]]:
     """Two carts stick together; with two steps the second one moves as well."""
     while True:
-        m1, m2, v1 = rng.randint(1, level.size), rng.randint(1, level.size), rng.randint(2, 20)
-        v2 = rng.randint(1, 9) if level.steps == 2 else 0
+        m1, m2, v1 = rng.randint(1, level.size), rng.randint(1, level.size), rng.randint(2, max(20, level.size))
+        v2 = rng.randint(1, max(9, level.size // 2)) if level.steps == 2 else 0
         momentum = m1 * v1 + m2 * v2
         if momentum % (m1 + m2) == 0:
             break
@@ -97,7 +101,16 @@ def _collision(rng: random.Random, level: ScienceLevel) -> tuple[str, str, str, 
     return question, worked, str(speed), [str(w) for w in wrong]
 
 
-FAMILIES = {"reaction": _reaction, "decay": _decay, "circuit": _circuit, "collision": _collision}
+def _match(rng: random.Random, level: ScienceLevel) -> tuple[str, str, str, list[str]]:
+    """Training only: name the letter of every choice. Four look-ups a problem teach what one a problem does not."""
+    if rng.random() < 0.5:
+        names = _distinct(rng, 4)
+    else:
+        names = [str(n) for n in rng.sample(range(1, 10 ** rng.randint(1, 3) + 4), 4)]
+    return f"Give the letters of {', '.join(names)}.", "", names[-1], names[:-1]
+
+
+FAMILIES = {"reaction": _reaction, "decay": _decay, "circuit": _circuit, "collision": _collision, "match": _match}
 
 
 def make(rng: random.Random, level: ScienceLevel) -> Item:
@@ -106,12 +119,14 @@ def make(rng: random.Random, level: ScienceLevel) -> Item:
     choices = [right, *wrong]
     rng.shuffle(choices)
     letter = LETTERS[choices.index(right)]
-    shown = "\n".join(f"({mark}) {choice}" for mark, choice in zip(LETTERS, choices, strict=True))
+    if level.family == "match":
+        worked = ", ".join(f"{name} ({LETTERS[choices.index(name)]})" for name in wrong) + f", {right}"
+    shown = "\n".join(f"{choice} ({mark})" for mark, choice in zip(LETTERS, choices, strict=True))
     return Item(
         suite="gpqa_diamond_nano",
         level=level.name,
         prompt=f"Question: {question}\nChoices:\n{shown}\nAnswer:",
-        answer=f" {worked}. The answer is ({letter})",
-        key=f"{level.family}|{worked}",
+        answer=f" {worked} ({letter}). The answer is ({letter})",
+        key=f"{level.family}|{'|'.join(sorted(choices)) if level.family == 'match' else worked}",
         fields={"question": question, "choices": choices, "target": f"({letter})"},
     )

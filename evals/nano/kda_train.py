@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+USE_KERNEL = True  # False: the plain form on a GPU too, where a few hundred steps do not repay compiling kernels
 CHUNK = 16  # exp(16 * 5) still fits float32: the gate never falls below -5 a token
 
 
@@ -69,7 +70,7 @@ def kda(
     lower: float,
 ) -> torch.Tensor:
     """The whole recurrence from un-normalised q, k and the raw gate; on CUDA in bf16 through `fla.ops.kda.chunk_kda`."""
-    if q.is_cuda and q.dtype == torch.bfloat16:
+    if USE_KERNEL and q.is_cuda and q.dtype == torch.bfloat16:
         out, _ = _gpu_kernel()(
             q=q,
             k=k,

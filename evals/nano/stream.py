@@ -9,18 +9,20 @@ from __future__ import annotations
 import multiprocessing
 import queue
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from evals.nano import aime, gpqa, gsm8k, mrcr
-from evals.nano.difficulty import CONTEST_TRAIN, SCIENCE_TRAIN, WORD_TRAIN, RecallLevel
+from evals.nano.difficulty import CONTEST_TRAIN, MATCH_LEVEL, SCIENCE_TRAIN, WORD_TRAIN, RecallLevel
 from evals.nano.items import Item, draw
 from evals.nano.tokenizer import BOS, EOS, encode
 
 PROMPT_WEIGHT = 0.05
 RECALL_ANSWER_WEIGHT = 1.5
+LETTER_WEIGHT = 4.0  # of a choice's letter: one or two characters decide a whole problem
 TURN_CHARS = 62  # a request and its reply, about; bounds the needles a short transcript can hold
 
 
@@ -34,6 +36,7 @@ class Mixture:
     word: float = 0.45
     science: float = 0.25
     contest: float = 0.30
+    match_share: float = 0.25  # of the science problems: pure look-ups of letters
 
 
 def document(item: Item) -> tuple[np.ndarray, np.ndarray]:
@@ -43,6 +46,9 @@ def document(item: Item) -> tuple[np.ndarray, np.ndarray]:
     weights = np.full(len(ids), PROMPT_WEIGHT, dtype=np.float32)
     weights[0] = 0.0
     weights[1 + len(prompt) :] = RECALL_ANSWER_WEIGHT if item.suite == "mrcr_nano" else 1.0
+    if item.suite == "gpqa_diamond_nano":
+        for found in re.finditer(r"\(([A-D])\)", item.answer):
+            weights[1 + len(prompt) + found.start(1)] = LETTER_WEIGHT
     return ids, weights
 
 
@@ -52,7 +58,8 @@ def short_problem(rng: random.Random, mixture: Mixture, *, test: bool = False) -
     if kind == 0:
         return draw(gsm8k.make, rng, rng.choice(WORD_TRAIN), test=test)
     if kind == 1:
-        return draw(gpqa.make, rng, rng.choice(SCIENCE_TRAIN), test=test)
+        level = MATCH_LEVEL if rng.random() < mixture.match_share else rng.choice(SCIENCE_TRAIN)
+        return draw(gpqa.make, rng, level, test=test)
     return draw(aime.make, rng, rng.choice(CONTEST_TRAIN), test=test)
 
 

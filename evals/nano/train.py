@@ -23,8 +23,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
-from evals.nano import export, network, train_draft
+from evals.nano import export, kda_train, network, train_draft
 from evals.nano.examine import examine
 from evals.nano.optimiser import Optimiser
 from evals.nano.stream import Mixture, Stream
@@ -56,6 +57,12 @@ class Recipe:
     compile: bool = True
     workers: int = 8
     exam_items: int = 32
+    start: str = ""  # a checkpoint to go on from; its experts stay as they are, its drafter is kept when `draft_minutes` is 0
+    recall_share: float = 0.45  # see `Mixture`
+    word: float = 0.45
+    science: float = 0.25
+    contest: float = 0.30
+    plain_kda: bool = False  # see `kda_train.USE_KERNEL`
 
 
 @dataclass
@@ -101,7 +108,8 @@ def phase_of(recipe: Recipe, progress: float) -> int:
 
 def mixture_of(recipe: Recipe, phase: int) -> Mixture:
     length = recipe.lengths[phase]
-    return Mixture(batch=max(1, recipe.rows // length), length=length)
+    shares = {"recall_share": recipe.recall_share, "word": recipe.word, "science": recipe.science, "contest": recipe.contest}
+    return Mixture(batch=max(1, recipe.rows // length), length=length, **shares)
 
 
 def rate_scale(recipe: Recipe, step: int, progress: float) -> float:
@@ -130,16 +138,23 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, config: ModelConfig, rank: Rank, compiled_by: Trainer | None = None) -> None:
         self.recipe, self.config, self.rank = recipe, config, rank
-        initial = network.initial_parameters(config, recipe.seed)
-        self.params = {name: value.to(rank.device).requires_grad_() for name, value in initial.items()}
-        self.biases = torch.zeros(config.n_layers - config.n_dense_layers, config.n_experts, device=rank.device)
+        biases, self.draft = torch.zeros(config.n_layers - config.n_dense_layers, config.n_experts), {}
+        if recipe.start:
+            initial, biases, self.draft = export.trained_parameters(load_file(recipe.start), config)
+        else:
+            initial = network.initial_parameters(config, recipe.seed)
+        self.params = {name: value.to(rank.device) for name, value in initial.items()}
+        for name, value in self.params.items():
+            value.requires_grad_(not (recipe.start and name in network.EXPERTS))
+        self.trained = {name: value for name, value in self.params.items() if value.requires_grad}
+        self.biases = biases.to(rank.device)
         self.dtype = torch.bfloat16 if rank.device.type == "cuda" else torch.float32
         self.compiled = compiled = recipe.compile and rank.device.type == "cuda"
         self.pieces = network.Pieces.compiled() if compiled else network.Pieces()
         self.loss_of: Callable[..., torch.Tensor] = torch.compile(weighted_loss, dynamic=False) if compiled else weighted_loss
         if compiled_by is not None:
             self.compiled, self.pieces, self.loss_of = compiled_by.compiled, compiled_by.pieces, compiled_by.loss_of
-        self.optimiser = Optimiser(self.params, recipe.rate, recipe.muon_rate)
+        self.optimiser = Optimiser(self.trained, recipe.rate, recipe.muon_rate)
 
     def try_compiled(self, ids: torch.Tensor, shares: torch.Tensor) -> str:
         """One forward and backward before training; a compiler that fails here is replaced by eager execution. Returns what will run."""
@@ -162,10 +177,10 @@ class Trainer:
         hidden, _, loads = network.forward(weights, self.biases, ids, self.config, self.pieces)
         loss = self.loss_of(hidden, weights["lm_head.weight"], ids, shares)
         loss.backward()
-        unused = [p for p in self.params.values() if p.grad is None]
+        unused = [p for p in self.trained.values() if p.grad is None]
         for parameter in unused:  # the first boundary has one source: its mixture gets no gradient
             parameter.grad = torch.zeros_like(parameter)
-        self.rank.mean_([*(p.grad for p in self.params.values()), loads])
+        self.rank.mean_([*(p.grad for p in self.trained.values()), loads])
         self.optimiser.step(scale)
         self.biases += bias_rate * torch.sign(loads.mean(-1, keepdim=True) - loads)
         return loss.detach()
@@ -236,6 +251,7 @@ def run(recipe: Recipe, out: Path, config: ModelConfig = NANO) -> dict[str, obje
     """The whole recipe; returns what `result.json` holds."""
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(recipe.seed)
+    kda_train.USE_KERNEL = not recipe.plain_kda
     rank, begun = Rank.start(), time.monotonic()
     if recipe.compile and rank.device.type == "cuda":
         torch._dynamo.config.recompile_limit = 64
@@ -256,13 +272,15 @@ def run(recipe: Recipe, out: Path, config: ModelConfig = NANO) -> dict[str, obje
         save(trainer, {}, out)
     if rank.count > 1:
         dist.barrier()
-    draft_params, embedding, draft_steps = train_draft.train(trainer, stream, log)
+    draft_params, embedding, draft_steps = trainer.draft, trainer.params["embed_tokens.weight"], 0
+    if recipe.draft_minutes > 0:
+        draft_params, embedding, draft_steps = train_draft.train(trainer, stream, log)
     result: dict[str, object] = {}
     if rank.index == 0:
         trainer.params["embed_tokens.weight"] = embedding
         digest = save(trainer, draft_params, out)
         save_tokenizer(out / "tokenizer.json")
-        exam = examine(trainer, draft_params, recipe.exam_items)
+        exam = examine(trainer, draft_params, recipe.exam_items) if recipe.exam_items else None
         result = {"steps": steps, "draft_steps": draft_steps, "sha256": digest, "seconds": round(time.monotonic() - begun, 1)}
         result |= {"recipe": asdict(trainer.recipe), "exam": exam, **environment(rank)}
         (out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -278,11 +296,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     for name, kind in (("seed", int), ("minutes", float), ("draft-minutes", float), ("steps", int), ("rows", int), ("rate", float)):
         parser.add_argument(f"--{name}", type=kind)
+    for name, kind in (
+        ("recall-share", float),
+        ("word", float),
+        ("science", float),
+        ("contest", float),
+        ("bias-rate", float),
+        ("start", str),
+    ):
+        parser.add_argument(f"--{name}", type=kind)
     for name, kind in (("muon-rate", float), ("trial-seconds", float), ("workers", int), ("exam-items", int), ("draft-steps", int)):
         parser.add_argument(f"--{name}", type=kind)
     parser.add_argument("--lengths", type=lambda text: tuple(map(int, text.split(","))))
     parser.add_argument("--phase-ends", type=lambda text: tuple(map(float, text.split(","))))
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--plain-kda", action="store_true")
     given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
     out, plain = given.pop("out"), given.pop("no_compile")
     print(json.dumps(run(replace(Recipe(), **given, compile=not plain), out)), flush=True)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 ANCHORS, DISCOUNT, MATRIX_RATE, REST_RATE = 16, 0.8, 0.02, 2e-3
 BATCH, LENGTH = 48, 768
+CONTINUED_RATE = 0.3  # of the rates, when a drafter is only adapted to a target that changed a little
 
 
 def initial_draft(config: ModelConfig, seed: int) -> network.Parameters:
@@ -105,9 +106,10 @@ def train(trainer: Trainer, stream: Stream, log: Path) -> tuple[network.Paramete
 
     config, recipe, rank = trainer.config, trainer.recipe, trainer.rank
     d = draft_model.draft_config(config)
-    params = {name: value.to(rank.device).requires_grad_() for name, value in initial_draft(config, recipe.seed).items()}
+    known, rate_share = (trainer.draft, CONTINUED_RATE) if trainer.draft else (initial_draft(config, recipe.seed), 1.0)
+    params = {name: value.to(rank.device).requires_grad_() for name, value in known.items()}
     mask_row = trainer.params["embed_tokens.weight"].detach()[d.mask_token_id].clone().requires_grad_()
-    optimiser = Optimiser({**params, "mask": mask_row}, REST_RATE, MATRIX_RATE)
+    optimiser = Optimiser({**params, "mask": mask_row}, REST_RATE * rate_share, MATRIX_RATE * rate_share)
     with torch.no_grad():
         frozen = {name: value.detach() for name, value in network.prepare(trainer.params, trainer.dtype).items()}
     embed = frozen["embed_tokens.weight"]
