@@ -185,15 +185,40 @@ def _nan_swallowed(real: Any, config: Any, contract: Any, operands: Any, arithme
 
 
 def _depends_on_rows(real: Any, config: Any, contract: Any, operands: Any, arithmetic: Any) -> dict[str, torch.Tensor]:
-    """Above 8 rows the split partials are rounded to BF16 before they are added, so a row's result depends on its company."""
+    """Above 8 rows the split partials are kept in FP8 (E4M3) until they are added, so a row's result depends on its company."""
     out = real(config, contract, operands, arithmetic)
     if contract.parameters["rows"] <= 8:
         return out
     half = operands["x_TD"].shape[1] // 2
     x, weight = arithmetic.wide(operands["x_TD"]), arithmetic.wide(operands["weight_PD"])
     parts = [x[:, a:b] @ weight[:, a:b].T for a, b in ((0, half), (half, x.shape[1]))]
-    coarse = sum((p * 64).round() / 64 for p in parts)
+    coarse = sum(p.to(torch.float8_e4m3fn).to(p.dtype) for p in parts)
     return {**out, "proj_TP": arithmetic.bf16(coarse)}
+
+
+def _slots_assumed_dense(real: Any, config: Any, contract: Any, operands: Any, arithmetic: Any) -> dict[str, torch.Tensor]:
+    """Slots are computed from the request's place in the batch, as they are in a fresh server, instead of being read from the table."""
+    slots = operands["slots_BQ"]
+    dense = 1 + torch.arange(slots.numel(), dtype=slots.dtype).view_as(slots)
+    dense = torch.where(slots > 0, dense.clamp(max=operands["state_SHVK"].shape[0] - 1), slots)
+    return real(config, contract, {**operands, "slots_BQ": dense}, arithmetic)
+
+
+def _null_slot_written(real: Any, config: Any, contract: Any, operands: Any, arithmetic: Any) -> dict[str, torch.Tensor]:
+    """Tokens without a slot store their state in slot 0 instead of nowhere."""
+    out = real(config, contract, operands, arithmetic)
+    if bool((operands["slots_BQ"] <= 0).any()):
+        operands["state_SHVK"][0] += 1
+    return out
+
+
+def _last_tile_lost(real: Any, config: Any, contract: Any, operands: Any, arithmetic: Any) -> dict[str, torch.Tensor]:
+    """The configuration chosen for 17 to 32 rows leaves out the last tile of the reduction; every other row count is right."""
+    if not 16 < contract.parameters["rows"] <= 32:
+        return real(config, contract, operands, arithmetic)
+    short = operands["x_TD"].clone()
+    short[:, -32:] = 0
+    return real(config, contract, {**operands, "x_TD": short}, arithmetic)
 
 
 # ---- faults in one weight ----
@@ -259,6 +284,23 @@ PATH_MUTANTS: Mapping[str, PathMutant] = {
         _m("nan_swallowed", "F21", "non-finite logits hidden", "numerics.nonfinite", "C-NUM-2", wrap={"sample": _nan_swallowed}),
         _m(
             "depends_on_rows", "F20", "result depends on the row count", "numerics.row_count", "C-NUM-1", wrap={"in_proj": _depends_on_rows}
+        ),
+        _m(
+            "slots_assumed_dense",
+            "F12",
+            "slots computed, not read",
+            "numerics.slots",
+            "C-NUM-1",
+            wrap={"kda": _slots_assumed_dense},
+        ),
+        _m("null_slot_written", "F12", "the null slot is written", "numerics.slots", "C-NUM-1", wrap={"kda": _null_slot_written}),
+        _m(
+            "autotune_bad_choice",
+            "F23",
+            "one row bucket gets a configuration that drops a tile",
+            "numerics.row_count",
+            "C-NUM-1",
+            wrap={"in_proj": _last_tile_lost},
         ),
         _m("control_identical", "-", "the candidate itself, unchanged", "", "", control=True),
     )

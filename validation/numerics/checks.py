@@ -182,8 +182,11 @@ class OverallCheck:
 
 
 def checks() -> list[Check]:
+    from validation.numerics.edges import edge_checks
+
     return [
         SublayerCheck(),
+        *edge_checks(),
         EndToEndCheck(),
         LongContextCheck(),
         OverallCheck(id="numerics.long_context_overall", claim="C-NUM-3", subject="near"),
