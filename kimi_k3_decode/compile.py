@@ -24,7 +24,9 @@ from typing import Any
 from kimi_k3_decode.config import K3, NANO, ModelConfig, Shard
 from kimi_k3_decode.device.launcher import KernelSpec, placeholders
 from kimi_k3_decode.kernels import kernel_spec
-from kimi_k3_decode.launches import launch_graph
+from kimi_k3_decode.launches import layer_plan
+from kimi_k3_decode.ops.contract import Contract
+from kimi_k3_decode.ops.registry import CONTRACTS
 from kimi_k3_decode.plan import ROW_BUCKETS
 
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
@@ -46,6 +48,23 @@ class Built:
     shared_bytes: int
 
 
+def distinct_layers(config: ModelConfig) -> list[int]:
+    """One layer for each combination of what its launches depend on."""
+    found: dict[tuple[object, ...], int] = {}
+    for layer in range(config.n_layers):
+        kinds = (config.is_kda(layer), config.is_moe(layer), layer > 0 and config.is_moe(layer - 1))
+        blocks = (config.writes_block(layer), config.n_blocks_before_attention(layer), config.n_blocks_before_mlp(layer))
+        found.setdefault((layer == 0, *kinds, *blocks), layer)
+    return list(found.values())
+
+
+def step_contracts(config: ModelConfig, shard: Shard, rows: int, q: int) -> Iterator[Contract]:
+    """Every distinct contract of a step, layers alike being taken once."""
+    for layer in distinct_layers(config):
+        yield from (launch.contract for launch in layer_plan(config, shard, layer, rows, q))
+    yield from ends(shard, rows)
+
+
 def variants() -> Iterator[KernelSpec]:
     """Every kernel that a step can launch: all shapes, all row buckets, one token a request and a full verify."""
     seen: set[str] = set()
@@ -54,11 +73,19 @@ def variants() -> Iterator[KernelSpec]:
             for q in (1, VERIFY_TOKENS):
                 if rows % q:
                     continue
-                for launch in launch_graph(config, Shard(config=config, tp=tp), rows, q):
-                    spec = kernel_spec(config, launch.contract)
+                for contract in step_contracts(config, Shard(config=config, tp=tp), rows, q):
+                    spec = kernel_spec(config, contract)
                     if spec.id not in seen:
                         seen.add(spec.id)
                         yield spec
+
+
+def ends(shard: Shard, rows: int) -> Iterator[Contract]:
+    """Contracts of what a step launches outside its layers."""
+    yield CONTRACTS["embedding"](shard, rows=rows)
+    yield CONTRACTS["attn_res"](shard, rows=rows, n_blocks=shard.config.n_blocks, final=True, writer="moe_tail")
+    yield CONTRACTS["lm_head"](shard, rows=rows)
+    yield CONTRACTS["sample"](shard, rows=rows, top_k=1)
 
 
 def text_digest(cubin: bytes) -> str:

@@ -80,6 +80,7 @@ class GpuPath:
         self._programs: dict[tuple[Any, ...], _Program] = {}
         self._tables: dict[tuple[Any, ...], Tensors] = {}
         self._kept: list[Caches] = []
+        self._loaded: set[str] = set()
         self._steps: dict[int, int] = {}  # by rows: boxes, and so parities, belong to a row count
 
     def _rank(self, weights: ModelWeights, number: int) -> _Rank:
@@ -140,8 +141,9 @@ class GpuPath:
         if key not in self._programs:
             self._kept.append(caches)
             self._programs[key] = self._bind(rows, q, parity, forced, caches, tables)
+            self._load(self._programs[key], tables, rows)
             if self.graphs:
-                self._programs[key].graph = self._capture(self._programs[key], tables, rows)
+                self._programs[key].graph = self._capture(self._programs[key])
         return self._programs[key], tables
 
     def _make_tables(self, requests: int, q: int, width: int, forced: frozenset[int]) -> Tensors:
@@ -294,17 +296,29 @@ class GpuPath:
             done.record(rank.main)
             current.wait_event(done)
 
-    def _capture(self, program: _Program, tables: Tensors, rows: int) -> Any:
-        """Load every kernel, then capture. Loading runs the program on padding only (null slots and pages), which leaves caches as they
-        are. The run leaves one parity of this row count's boxes used, so both are armed again."""
+    def _load(self, program: _Program, tables: Tensors, rows: int) -> None:
+        """Launch every kernel once by itself, because loading one while another spins on a mailbox would wait for the spinner.
+
+        Tables hold padding only (null slots and pages), so caches stay as they are; boxes hold zeros, so nobody waits, and are put back.
+        """
         for name, table in tables.items():
             table.fill_(1 if name == "table.accepted" else 0)
-        self._launch_all(program)
+        boxes = [box for rank in self._ranks for name, box in rank.boxes.items() if name.startswith(f"{rows}.")]
+        before = [box.clone() for box in boxes]
+        for launches in program.launches:
+            for _, launcher in launches:
+                if launcher.spec.id in self._loaded:
+                    continue
+                self._loaded.add(launcher.spec.id)
+                for box in boxes:
+                    box.zero_()
+                launcher.run(_handle(torch.cuda.current_stream(self.device)))
+                torch.cuda.synchronize(self.device)
+        for box, value in zip(boxes, before, strict=True):
+            box.copy_(value)
         torch.cuda.synchronize(self.device)
-        for rank in self._ranks:
-            for name, box in rank.boxes.items():
-                if name.startswith(f"{rows}."):
-                    arm_words(box)
+
+    def _capture(self, program: _Program) -> Any:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._launch_all(program)

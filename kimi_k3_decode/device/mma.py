@@ -37,12 +37,16 @@ def scale_factor(code: Int32) -> Int32:
 
 
 def decode_word(word: Int32, factor: Int32) -> tuple[Int32, Int32, Int32, Int32]:
-    """Eight codes of a 32-bit word to four BF16 pairs: (code i, code i + 4) for i = 0..3. x must be staged in the same order."""
+    """Eight codes of a 32-bit word to four BF16 pairs: (code i, code i + 4) for i = 0..3. x must be staged in the same order.
+
+    One multiplication copies an isolated code to both places a BF16 needs it (exponent and mantissa at bit 6, sign at bit 15): the two copies
+    do not overlap, so the product is their OR, and multiplications leave the integer pipe to the masks.
+    """
     code = (
-        "{ .reg .b32 a, b, s; "
-        "shl.b32 a, $4, 6; shl.b32 s, $4, 12; lop3.b32 b, a, 0x01C001C0, 0, 0xC0; lop3.b32 b, s, 0x80008000, b, 0xEA; mul.rn.bf16x2 $0, b, $5; "
-        "shl.b32 a, $4, 2; shl.b32 s, $4, 8; lop3.b32 b, a, 0x01C001C0, 0, 0xC0; lop3.b32 b, s, 0x80008000, b, 0xEA; mul.rn.bf16x2 $1, b, $5; "
-        "shr.b32 a, $4, 2; shl.b32 s, $4, 4; lop3.b32 b, a, 0x01C001C0, 0, 0xC0; lop3.b32 b, s, 0x80008000, b, 0xEA; mul.rn.bf16x2 $2, b, $5; "
-        "shr.b32 a, $4, 6; lop3.b32 b, a, 0x01C001C0, 0, 0xC0; lop3.b32 b, $4, 0x80008000, b, 0xEA; mul.rn.bf16x2 $3, b, $5; }"
+        "{ .reg .b32 a, h; shr.u32 h, $4, 8; "
+        "and.b32 a, $4, 0x000F000F; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81C081C0; mul.rn.bf16x2 $0, a, $5; "
+        "and.b32 a, $4, 0x00F000F0; mul.lo.u32 a, a, 0x104; and.b32 a, a, 0x81C081C0; mul.rn.bf16x2 $1, a, $5; "
+        "and.b32 a, h, 0x000F000F; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81C081C0; mul.rn.bf16x2 $2, a, $5; "
+        "and.b32 a, h, 0x00F000F0; mul.lo.u32 a, a, 0x104; and.b32 a, a, 0x81C081C0; mul.rn.bf16x2 $3, a, $5; }"
     )
     return emit(code, (Int32,) * 4, (word, factor), memory=False)

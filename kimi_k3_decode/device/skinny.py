@@ -5,7 +5,10 @@ times `warps_k` slices of K. Blocks are persistent: clusters walk over tiles wit
 
 Weights travel through a ring in shared memory in which every thread copies (cp.async, 16 bytes) exactly the bytes it consumes itself, so the
 ring needs no barrier, runs `depth` steps ahead, crosses tile boundaries, and is filled before the grid wait. x is staged once after the wait.
-Sums of the slices are added in a fixed order (block rank, then warp), through shared and distributed shared memory: bit-reproducible.
+Sums of the slices are added in a fixed order (block rank, then warp), so results are bit-reproducible. Inside a cluster every block owns a
+share of the tokens and receives the others' sums by asynchronous remote stores counted on an mbarrier; two buffers alternate, and a block can
+only send tile i + 2 after every block has read tile i, because it waited for tile i + 1, which each sends after that read. No fence is needed,
+so the weights in flight are never drained.
 """
 
 from __future__ import annotations
@@ -19,8 +22,19 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from kimi_k3_decode.device import memory as mem
 from kimi_k3_decode.device.math import select
-from kimi_k3_decode.device.mma import mma_pair
-from kimi_k3_decode.device.sync import block_sync, cluster_sync, grid_release, grid_wait
+from kimi_k3_decode.device.mma import mma
+from kimi_k3_decode.device.sync import (
+    barrier_expect,
+    barrier_init,
+    barrier_init_done,
+    barrier_wait,
+    block_sync,
+    cluster_arrive_relaxed,
+    cluster_wait,
+    grid_release,
+    grid_wait,
+    send_f32x2,
+)
 
 STEP_K = 32  # k consumed by one ring step
 SHARED_LIMIT_BYTES = 227 * 1024
@@ -47,8 +61,8 @@ class Tiling:
             reasons.append(f"x_rows: got {self.x_rows}, needs row_tile, or less with a row_tile of 8")
         if self.k % (self.splits * self.warps_k * STEP_K):
             reasons.append(f"k: got {self.k}, needs a multiple of splits x warps_k x {STEP_K} = {self.splits * self.warps_k * STEP_K}")
-        if (8 * self.warps_m * self.row_tile) % self.splits:
-            reasons.append(f"splits: got {self.splits}, needs to divide the tile")
+        if self.splits > 1 and self.row_tile % (2 * self.splits):
+            reasons.append(f"splits: got {self.splits}, needs two tokens or more a block; row_tile is {self.row_tile}")
         if self.shared_bytes > SHARED_LIMIT_BYTES:
             reasons.append(f"shared memory: got {self.shared_bytes} bytes, needs <= {SHARED_LIMIT_BYTES}; lower depth or raise splits")
         if reasons:
@@ -93,7 +107,19 @@ class Tiling:
         return self.x_rows * self.x_pitch * 2
 
     @property
+    def owned_tokens(self) -> int:
+        """Tokens whose sums one block of the cluster finishes."""
+        return self.row_tile // self.splits
+
+    @property
+    def received_bytes(self) -> int:
+        """Sums one block receives a tile: from every block and warp slice, its own included."""
+        return self.splits * self.warps_k * self.m_tiles * self.tile_m * self.owned_tokens * 4
+
+    @property
     def sum_bytes(self) -> int:
+        if self.splits > 1:
+            return 2 * self.received_bytes + 16
         return self.warps_k * self.m_tiles * self.tile_m * self.sum_pitch * 4
 
     @property
@@ -140,6 +166,7 @@ class Skinny:
         self.ring = Int32(base.toint())
         self.xs = self.ring + t.ring_bytes
         self.sums = self.xs + t.x_bytes
+        self.barriers = self.sums + 2 * t.received_bytes
 
     def _issue(self, source: Callable[..., Any], n_tiles: Any, tile: Any, step: Any, slot: Any) -> None:
         """Copy one ring step of this thread: rows g and g + 8 of each m-tile. Past the last tile nothing is read."""
@@ -180,6 +207,12 @@ class Skinny:
         """The whole kernel: weights first, grid wait, x, then tiles. `after_wait` (or None) runs once right after x is staged."""
         t = self.t
         self._thread()
+        if cutlass.const_expr(t.splits > 1):
+            if self.tid == 0:
+                barrier_init(self.barriers, 1)
+                barrier_init(self.barriers + 8, 1)
+                barrier_init_done()
+            cluster_arrive_relaxed()
         tile = self.group
         step = Int32(0)
         for i in cutlass.range_constexpr(t.depth - 1):
@@ -194,7 +227,10 @@ class Skinny:
             after_wait()
         mem.copy_wait(0)
         block_sync()
+        if cutlass.const_expr(t.splits > 1):
+            cluster_wait()
         slot = Int32(0)
+        turn = Int32(0)
         acc = cute.make_rmem_tensor((t.m_tiles * t.row_tile // 8 * 4,), Float32)
         for current in cutlass.range(self.group, n_tiles, self.groups):
             acc.fill(0.0)
@@ -210,15 +246,18 @@ class Skinny:
                 wrapped = Int32(step == t.steps)
                 tile = tile + self.groups * wrapped
                 step = step * (1 - wrapped)
-            self._publish_sums(acc)
             if cutlass.const_expr(t.splits > 1):
-                cluster_sync()
+                buffer = turn % 2
+                if self.tid == 0:
+                    barrier_expect(self.barriers + buffer * 8, t.received_bytes)
+                self._send_sums(acc, buffer)
+                barrier_wait(self.barriers + buffer * 8, turn // 2 % 2)
+                self._finish_owned(current, rows, buffer, finish)
+                turn = turn + 1
             else:
+                self._store_sums(acc)
                 block_sync()
-            self._reduce(current, rows, finish)
-            if cutlass.const_expr(t.splits > 1):
-                cluster_sync()
-            else:
+                self._finish_all(current, rows, finish)
                 block_sync()
 
     def _multiply(self, acc: Any, slot: Any, step: Any) -> None:
@@ -229,19 +268,23 @@ class Skinny:
             weights.append((mem.shared_b128(at), mem.shared_b128(at + t.threads * 16)))
         token = cutlass.min(self.quad, Int32(t.x_rows - 1)) if t.x_rows < t.row_tile else self.quad
         x_at = self.xs + (token * t.x_pitch + self.warp_k * t.k_warp + step * STEP_K + self.quad_lane * 8) * 2
-        for n in range(t.row_tile // 8):
-            x = mem.shared_b128(x_at + n * 8 * t.x_pitch * 2)
-            for m, (low, high) in enumerate(weights):
-                at = (m * (t.row_tile // 8) + n) * 4
-                result = mma_pair(tuple(acc[at + i] for i in range(4)), low, high, x)
-                for i in range(4):
-                    acc[at + i] = result[i]
+        tiles = t.row_tile // 8
+        xs = [mem.shared_b128(x_at + n * 8 * t.x_pitch * 2) for n in range(tiles)]
+        for half in (0, 2):  # all sums once, then all again: a product never waits for the one before it
+            for n in range(tiles):
+                for m, (low, high) in enumerate(weights):
+                    at = (m * tiles + n) * 4
+                    a = (low[half], high[half], low[half + 1], high[half + 1])
+                    result = mma(tuple(acc[at + i] for i in range(4)), a, (xs[n][half], xs[n][half + 1]))
+                    for i in range(4):
+                        acc[at + i] = result[i]
 
+    # ---- one block alone: sums over its warps ----
     def _sum_at(self, warp_k: Any, m: int, row: Any, token: Any) -> Any:
         t = self.t
         return self.sums + (((warp_k * t.m_tiles + m) * t.tile_m + row) * t.sum_pitch + token) * 4
 
-    def _publish_sums(self, acc: Any) -> None:
+    def _store_sums(self, acc: Any) -> None:
         t = self.t
         for m in range(t.m_tiles):
             for n in range(t.row_tile // 8):
@@ -252,28 +295,58 @@ class Skinny:
                 mem.shared_store_f32x2(self._sum_at(self.warp_k, m, row + 8, token), acc[at + 2], acc[at + 3])
 
     def _total(self, m: int, row: Any, token: Any) -> Any:
-        """One sum: blocks of the cluster in rank order, warps in order inside each."""
-        total = None
-        for j in range(self.t.splits):
-            for w in range(self.t.warps_k):
-                at = self._sum_at(w, m, row, token)
-                part = mem.remote_f32(at, j) if self.t.splits > 1 else mem.shared_f32(at)
-                total = part if total is None else total + part
+        total = mem.shared_f32(self._sum_at(0, m, row, token))
+        for w in range(1, self.t.warps_k):
+            total = total + mem.shared_f32(self._sum_at(w, m, row, token))
         return total
 
     @cute.jit
-    def _reduce(self, current: Int32, rows: Int32, finish: cutlass.Constexpr):
-        """Each block of the cluster finishes its share of the tile's (row, token) pairs; rows of W are the fast index for the stores."""
+    def _finish_all(self, current: Int32, rows: Int32, finish: cutlass.Constexpr):
+        """Rows of W are the fast index, for the stores."""
         t = self.t
         pairs_m = t.tile_m // 2
-        share = pairs_m * t.row_tile // t.splits
-        for i in cutlass.range(self.tid, share, t.threads):
-            e = i + self.rank * share
+        for e in cutlass.range(self.tid, rows * pairs_m, t.threads):
             row = e % pairs_m * 2
             token = e // pairs_m
-            if token < rows:
+            values = []
+            for m in cutlass.range_constexpr(t.m_tiles):
+                values.append((self._total(m, row, token), self._total(m, row + 1, token)))
+            finish(current, row, token, values)
+
+    # ---- a cluster: every block owns some tokens ----
+    def _received_at(self, buffer: Any, source: Any, m: int, row: Any, local: Any) -> Any:
+        t = self.t
+        return self.sums + buffer * t.received_bytes + (((source * t.m_tiles + m) * t.tile_m + row) * t.owned_tokens + local) * 4
+
+    def _send_sums(self, acc: Any, buffer: Any) -> None:
+        t = self.t
+        barrier = self.barriers + buffer * 8
+        source = self.rank * t.warps_k + self.warp_k
+        for m in range(t.m_tiles):
+            for n in range(t.row_tile // 8):
+                at = (m * (t.row_tile // 8) + n) * 4
+                row = self.warp_m * 16 + self.quad
+                token = n * 8 + self.quad_lane * 2
+                owner, local = token // t.owned_tokens, token % t.owned_tokens
+                send_f32x2(self._received_at(buffer, source, m, row, local), barrier, owner, acc[at], acc[at + 1])
+                send_f32x2(self._received_at(buffer, source, m, row + 8, local), barrier, owner, acc[at + 2], acc[at + 3])
+
+    def _received_total(self, buffer: Any, m: int, row: Any, local: Any) -> Any:
+        total = mem.shared_f32(self._received_at(buffer, 0, m, row, local))
+        for source in range(1, self.t.splits * self.t.warps_k):
+            total = total + mem.shared_f32(self._received_at(buffer, source, m, row, local))
+        return total
+
+    @cute.jit
+    def _finish_owned(self, current: Int32, rows: Int32, buffer: Int32, finish: cutlass.Constexpr):
+        t = self.t
+        pairs_m = t.tile_m // 2
+        first = self.rank * t.owned_tokens
+        for e in cutlass.range(self.tid, pairs_m * t.owned_tokens, t.threads):
+            row = e % pairs_m * 2
+            local = e // pairs_m
+            if first + local < rows:
                 values = []
                 for m in cutlass.range_constexpr(t.m_tiles):
-                    values.append((self._total(m, row, token), self._total(m, row + 1, token)))
-                finish(current, row, token, values)
-
+                    values.append((self._received_total(buffer, m, row, local), self._received_total(buffer, m, row + 1, local)))
+                finish(current, row, first + local, values)

@@ -49,6 +49,50 @@ def cluster_sync() -> None:
     emit("barrier.cluster.wait.acquire.aligned;", (), (), memory=True)
 
 
+def cluster_arrive_relaxed() -> None:
+    """First half of a cluster barrier that orders nothing but the barrier itself (and mbarrier initialisation, see `barrier_init`)."""
+    emit("barrier.cluster.arrive.relaxed.aligned;", (), (), memory=True)
+
+
+def cluster_wait() -> None:
+    emit("barrier.cluster.wait.acquire.aligned;", (), (), memory=True)
+
+
+# ---- mbarriers in shared memory, for sums sent between the blocks of a cluster ----
+def barrier_init(address: Int32, arrivals: int) -> None:
+    emit("mbarrier.init.shared::cta.b64 [$0], $1;", (), (address, Int32(arrivals)), memory=True)
+
+
+def barrier_init_done() -> None:
+    """Make initialised barriers visible to the cluster; follow with a cluster barrier."""
+    emit("fence.mbarrier_init.release.cluster;", (), (), memory=True)
+
+
+def barrier_expect(address: Int32, size_bytes: int) -> None:
+    """Arrive and announce the bytes that remote stores will bring in this phase (they may already have come)."""
+    emit("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", (), (address, Int32(size_bytes)), memory=True)
+
+
+@cute.jit
+def barrier_wait(address: Int32, phase: Int32):
+    """Wait until the phase of parity `phase` is complete; what remote stores brought is then visible."""
+    code = (
+        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$1], $2; selp.b32 $0, 1, 0, p; }"
+    )
+    done = emit(code, (Int32,), (address, phase), memory=True)
+    while done == 0:
+        done = emit(code, (Int32,), (address, phase), memory=True)
+
+
+def send_f32x2(address: Int32, barrier: Int32, rank: Any, a: Float32, b: Float32) -> None:
+    """Store two floats at the same shared address in cluster block `rank` and count 8 bytes on its barrier."""
+    code = (
+        "{ .reg .b32 d, m; mapa.shared::cluster.u32 d, $0, $2; mapa.shared::cluster.u32 m, $1, $2; "
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [d], {$3, $4}, [m]; }"
+    )
+    emit(code, (), (address, barrier, Int32(rank), a, b), memory=True)
+
+
 def globaltimer_ns() -> Int64:
     return emit("mov.u64 $0, %globaltimer;", (Int64,), (), memory=True)
 
@@ -102,16 +146,20 @@ def _ready(words: Any) -> Int32:
     return ready
 
 
+def _load_all(box: Any, offsets: Any) -> list[Any]:
+    return [word for offset in offsets for word in mailbox_load_b128(box, offset)]
+
+
 @cute.jit
-def poll_b128(box: cutlass.Constexpr, offset: Any, health: cutlass.Constexpr):
-    """Four words once none is the sentinel; after the budget whatever is there."""
-    a, b, c, d = mailbox_load_b128(box, offset)
-    ready = _ready((a, b, c, d))
+def poll_many(box: cutlass.Constexpr, offsets: cutlass.Constexpr, health: cutlass.Constexpr):
+    """Four words at each of `offsets`, once none is the sentinel; after the budget whatever is there. All loads are in flight together."""
+    words = _load_all(box, offsets)
+    ready = _ready(words)
     spins = Int32(0)
     begin = Int64(0)
     while ready == 0:
-        a, b, c, d = mailbox_load_b128(box, offset)
-        ready = _ready((a, b, c, d))
+        words = _load_all(box, offsets)
+        ready = _ready(words)
         spins = spins + 1
         if spins % SPINS_PER_CLOCK_READ == 0:
             now = globaltimer_ns()
@@ -123,4 +171,10 @@ def poll_b128(box: cutlass.Constexpr, offset: Any, health: cutlass.Constexpr):
                 mailbox_store_b32(health, 0, Int32(1))
             if (late | Int32(sick != 0)) != 0:
                 ready = Int32(1)
+    return words
+
+
+def poll_b128(box: Global, offset: Any, health: Global) -> tuple[Any, Any, Any, Any]:
+    """Four words at one offset."""
+    a, b, c, d = poll_many(box, (offset,), health)
     return a, b, c, d

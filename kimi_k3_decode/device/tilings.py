@@ -7,10 +7,12 @@ from kimi_k3_decode.device.skinny import SHARED_LIMIT_BYTES, STEP_K, Tiling
 ROW_TILES = (8, 16, 32, 64)
 FEW_ROWS = 2  # up to this many rows x takes little shared memory, which leaves room for two blocks a multiprocessor
 X_BYTES = 120 * 1024
-HALF_BYTES = SHARED_LIMIT_BYTES // 2 - 1024
 MAX_SPLITS = 8
-MAX_DEPTH = 16
-MIN_BLOCKS = 120
+MAX_DEPTH = 8
+GOOD_DEPTH = 5
+MIN_BLOCKS = 100
+MAX_SLICE = 3584  # k of one block, for few tokens
+MIN_WARP_SLICE = 192  # k of one warp, below which more rows are better than more slices
 MIN_DEPTH = 3
 
 
@@ -26,21 +28,33 @@ def choose(*, k: int, out_rows: int, rows: int, m_tiles: int = 1) -> Tiling:
     """The schedule of a product of `out_rows` weight rows (with two m-tiles, of each of the two matrices) over `k` inputs for `rows` tokens."""
     tile = row_tile(rows)
     x_rows = FEW_ROWS if rows <= FEW_ROWS else tile
-    warps_m = 1 if tile <= 16 else 4
     splits = 1
-    while splits < MAX_SPLITS and k % (2 * splits * STEP_K) == 0:
-        blocks = -(-out_rows // (16 * warps_m)) * splits
-        if x_rows * (k // splits) * 2 <= X_BYTES and (blocks >= MIN_BLOCKS or k // splits < 512):
+    rows_m = 16 if tile <= 16 else 64
+    while 2 * splits <= min(MAX_SPLITS, tile // 2) and k % (2 * splits * STEP_K) == 0:
+        blocks = -(-out_rows // rows_m) * splits
+        fits = x_rows * (k // splits) * 2 <= X_BYTES and (tile > 16 or k // splits <= MAX_SLICE)
+        if fits and (blocks >= MIN_BLOCKS or k // splits < 512):
             break
         splits *= 2
-    for warps_k in (n for n in (8 // warps_m, 4, 2, 1) if n * warps_m <= 8 and k % (splits * n * STEP_K) == 0):
+    for warps_m, warps_k in _warps(tile, k // splits, splits):
         shape = {"row_tile": tile, "x_rows": x_rows, "k": k, "splits": splits, "warps_m": warps_m, "warps_k": warps_k, "m_tiles": m_tiles}
-        longest = min(MAX_DEPTH, max(3, 2 * (k // splits // warps_k // STEP_K)))
-        half, whole = (_deepest(budget, longest, shape) for budget in (HALF_BYTES, SHARED_LIMIT_BYTES))
-        depth = half if 2 * half >= whole else whole
-        if depth >= MIN_DEPTH:
-            return Tiling(depth=depth, **shape)
+        longest = min(MAX_DEPTH, max(MIN_DEPTH, 2 * (k // splits // warps_k // STEP_K)))
+        # As many blocks a multiprocessor as leave each a ring of GOOD_DEPTH: they hide each other's sums.
+        for blocks_each, least in ((4, GOOD_DEPTH), (3, GOOD_DEPTH), (2, GOOD_DEPTH), (1, MIN_DEPTH)):
+            depth = _deepest(SHARED_LIMIT_BYTES // blocks_each - 1024 * (blocks_each > 1), longest, shape)
+            if depth >= min(least, longest):
+                return Tiling(depth=depth, **shape)
     raise ValueError(f"tiling: got k {k}, rows {rows}, needs a schedule that fits shared memory; raise MAX_SPLITS")
+
+
+def _warps(tile: int, k_slice: int, splits: int) -> list[tuple[int, int]]:
+    """(warps over rows, warps over k) in order of preference: long slices of k first for few tokens, many rows for many tokens."""
+    if tile > 16:
+        pairs = [(8, 1), (4, 2), (4, 1)] if splits > 1 else [(4, 2), (8, 1), (4, 1)]
+    else:
+        pairs = [(1, 8), (2, 4), (4, 2), (8, 1)]
+        pairs.sort(key=lambda pair: k_slice // pair[1] < MIN_WARP_SLICE)
+    return [(m, k) for m, k in pairs if k_slice % (k * STEP_K) == 0]
 
 
 def _deepest(budget: int, longest: int, shape: dict[str, int]) -> int:
@@ -52,5 +66,8 @@ def _bytes(*, row_tile: int, x_rows: int, k: int, splits: int, warps_m: int, war
     """Tiling.shared_bytes without building one, because an oversized Tiling refuses."""
     threads = 32 * warps_m * warps_k
     pitch = -(-(k // splits) // 64) * 64 + 32
-    sums = warps_k * m_tiles * 16 * warps_m * (row_tile + (8 if row_tile > 8 else 0)) * 4
+    if splits > 1:
+        sums = 2 * warps_k * m_tiles * 16 * warps_m * row_tile * 4 + 16
+    else:
+        sums = warps_k * m_tiles * 16 * warps_m * (row_tile + (8 if row_tile > 8 else 0)) * 4
     return depth * m_tiles * 2 * threads * 16 + x_rows * pitch * 2 + sums

@@ -1,6 +1,7 @@
-"""`python -m perf.kernels OUT [check] [ops] [layer] [nano]`: GPU records as JSON lines in OUT, one file a part.
+"""`python -m perf.kernels OUT [check] [edges] [ops] [layer] [nano]`: GPU records as JSON lines in OUT, one file a part.
 
 check: every launch against its oracle. ops: time of each launch, tilings and the library product beside it. layer: one rank's layers.
+edges: ties, padding, null slots, long contexts, FP8.
 nano: the whole nano model, kernels beside contract execution, PDL on and off, virtual ranks.
 """
 
@@ -106,6 +107,10 @@ def main() -> None:
             guarded("ops", lambda: speed.ops(Records(out / "ops.jsonl")))
         if "layer" in parts:
             guarded("layer", lambda: speed.layers(Records(out / "layer.jsonl")))
+    if "edges" in parts:
+        from perf.kernels import edges
+
+        guarded("edges", lambda: print("failed edges:", edges.run(Records(out / "edges.jsonl"))))
     if "nano" in parts:
         from perf.kernels import nano
 

@@ -55,7 +55,8 @@ class Run:
     """Operands of one case, and the launch. `stream` is the current one."""
 
     def __init__(
-        self, config: ModelConfig, contract: Contract, tensors: Tensors, *, rank: int = 0, pdl: bool = False, options: dict[str, Any] | None = None
+        self, config: ModelConfig, contract: Contract, tensors: Tensors, *, rank: int = 0, pdl: bool = False, options: dict[str, Any] | None = None,
+        scalars: dict[str, float] | None = None,
     ) -> None:
         self.config, self.contract, self.tensors = config, contract, tensors
         self.spec: KernelSpec = kernel_spec(config, contract, **(options or {}))
@@ -70,6 +71,7 @@ class Run:
                 self.others[o.name] = torch.zeros_like(tensors[o.name])
         self.health = torch.zeros(4, dtype=torch.int32, device=device)
         scalars = {
+            **(scalars or {}),
             "rows": contract.parameters["rows"],
             "rank": self.rank,
             "processors": torch.cuda.get_device_properties(device).multi_processor_count,
@@ -110,14 +112,16 @@ def check(
     lengths: list[int] | None = None,
     options: dict[str, Any] | None = None,
     change: Any = None,
+    cache_scale: float | None = None,
 ) -> Outcome:
     """Run one case. `change(tensors)` edits the operands first (ties, padding, NaN)."""
     tensors = Maker(config, contract, seed, lengths=lengths).all()
     if change is not None:
         change(tensors)
-    exact, exact_state = _oracle(config, contract, tensors, EXACT)
-    reference, reference_state = _oracle(config, contract, tensors, CONTRACT)
-    run = Run(config, contract, tensors, rank=rank, options=options)
+    extra = {} if cache_scale is None else {"cache_scale": torch.tensor(cache_scale)}
+    exact, exact_state = _oracle(config, contract, {**tensors, **extra}, EXACT)
+    reference, reference_state = _oracle(config, contract, {**tensors, **extra}, CONTRACT)
+    run = Run(config, contract, tensors, rank=rank, options=options, scalars={} if cache_scale is None else {"cache_scale": cache_scale})
     run.launch()
     torch.cuda.synchronize()
     outcome = Outcome(op=contract.op, kernel=run.spec.id, case=case)

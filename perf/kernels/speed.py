@@ -46,8 +46,8 @@ def tilings_around(base: Tiling) -> list[Tiling]:
     """Valid neighbours of a schedule: other cluster splits, warp shapes and depths."""
     found = []
     for splits in (1, 2, 4, 8):
-        for warps_m, warps_k in ((1, 8), (1, 4), (2, 4), (4, 2), (4, 1), (8, 1)):
-            for depth in (4, 8, 12, 16):
+        for warps_m, warps_k in ((1, 8), (2, 4), (4, 2), (8, 1)):
+            for depth in (5, 8, 14):
                 try:
                     found.append(replace(base, splits=splits, warps_m=warps_m, warps_k=warps_k, depth=depth))
                 except ValueError:
@@ -60,7 +60,7 @@ def ops(records: Any) -> None:
     rate = copy_rate_bytes_per_s()
     print(f"copy {rate / 1e12:.3f} TB/s", flush=True)
     sweep = os.environ.get("K3_KERNELS_SWEEP", "")
-    for tp in (8, 16):
+    for tp in (8,) if sweep else (8, 16):
         for rows in (1, 8, 64):
             plan = layer_plan(K3, Shard(config=K3, tp=tp), 5, rows)
             for launch in plan:
@@ -84,7 +84,7 @@ def ops(records: Any) -> None:
                 records.add(record)
                 print(launch.op, tp, rows, runs[0].spec.variant, {k: v["median_us"] for k, v in record.items() if isinstance(v, dict)},
                       record["floor_us"], flush=True)  # fmt: skip
-                if sweep and f"{tp}" in sweep.split(",") and rows in (1, 8, 64):
+                if sweep and f"{tp}" in sweep.split(",") and rows in (1, 64):
                     _sweep(records, launch, runs, copies, tp, rows)
                 del runs, weights, graphs
                 torch.cuda.empty_cache()
@@ -130,6 +130,10 @@ def layers(records: Any) -> None:
             print("layer", tp, rows, q, {k: v["median_us"] for k, v in record.items() if isinstance(v, dict)}, sick, flush=True)
             if rows in (1, 64) and q == 1:
                 _profile(records, loops[0], tp, rows)
+                alone = LayerLoop(K3, tp, (4, 5), rows, q, pdl=False, side=False, shared_weights=weights)
+                alone.issue()
+                torch.cuda.synchronize()
+                _profile(records, alone, tp, rows)
         del weights
         torch.cuda.empty_cache()
 
@@ -149,6 +153,11 @@ def _profile(records: Any, loop: LayerLoop, tp: int, rows: int) -> None:
         table.setdefault(event.name[-90:], []).append(event.device_time)
     per = len(loop.bound)
     records.add({"profile": f"tp{tp}-r{rows}", "launches": per, "executed": len(names) / 3, "kernels": table})
-    last = names[-per:]
-    for bound, event in zip(loop.bound, sorted(last, key=lambda e: e.time_range.start), strict=False):
+    last = sorted(names, key=lambda e: e.time_range.start)[-per:]
+    if loop.pdl:
+        for event in last[: per // 2 + 2]:
+            start = event.time_range.start - last[0].time_range.start
+            print(f"    {start:8.2f} .. {start + event.device_time:8.2f}  {event.name[23:80]}", flush=True)
+        return
+    for bound, event in list(zip(loop.bound, last, strict=False))[: per // 2]:
         print(f"    {bound.launch.id:22s} {event.device_time:8.2f} us  {event.name[:70]}", flush=True)

@@ -2,7 +2,7 @@
 
 up: hidden[pair, I] = SiTU(w1 z, w3 z). Persistent blocks walk over (active expert, tile of 16 rows of w1 and w3); warps split K. All of a
 tile's codes are in flight at once (cp.async, each thread its own bytes) while the tokens' latents are staged.
-down: one block per 16 latent rows; a warp takes every eighth active expert, its codes in a ring of cp.async; weighted results of all pairs
+down: one block per 16 latent rows; a warp takes every `warps`-th active expert, its codes in a ring of cp.async; weighted results of all pairs
 lie in shared memory, are added per token in rank order of its choices, and the FP32 partial is published to every rank.
 A tile is decoded once for up to 8 tokens; experts with more tokens take more rounds over the codes held in shared memory.
 Before the wait: nothing, since even the addresses of the weights depend on the routing. Rounding: up's result; down none.
@@ -46,9 +46,12 @@ def group_products(acc: Any, low: Any, high: Any, low_scale: Any, high_scale: An
 
 
 class ExpertsUp:
-    """Fixed: experts, top_k, latent size (k), intermediate size of this rank, betas, warps over k."""
+    """Fixed: experts, top_k, latent size (k), intermediate size of this rank, betas, warps over k, tokens staged a round (at most 8)."""
 
-    def __init__(self, experts: int, top_k: int, latent: int, inner: int, beta: float, linear_beta: float, warps: int) -> None:
+    def __init__(
+        self, experts: int, top_k: int, latent: int, inner: int, beta: float, linear_beta: float, warps: int, round_tokens: int
+    ) -> None:
+        self.round = round_tokens
         self.experts, self.top_k, self.latent, self.inner = experts, top_k, latent, inner
         self.beta, self.linear_beta = beta, linear_beta
         self.warps, self.threads = warps, 32 * warps
@@ -60,9 +63,9 @@ class ExpertsUp:
         self.x_pitch = self.chunks * CHUNK + 32
         self.list_bytes = active.shared_bytes(experts, self.threads)
         self.ring_bytes = self.steps * 4 * self.threads * 16
-        self.x_bytes = ROUND_TOKENS * self.x_pitch * 2
-        self.sum_bytes = warps * 2 * 16 * ROUND_TOKENS * 4
-        self.shared_bytes = self.list_bytes + self.ring_bytes + self.x_bytes + self.sum_bytes
+        # The sums take the place of x once every warp has read it.
+        self.x_bytes = max(round_tokens * self.x_pitch * 2, warps * 2 * 16 * ROUND_TOKENS * 4)
+        self.shared_bytes = self.list_bytes + self.ring_bytes + self.x_bytes
 
     @cute.jit
     def __call__(
@@ -111,7 +114,7 @@ class ExpertsUp:
         self.list_at = Int32(cute.arch.get_dyn_smem(cutlass.Int8, alignment=128).toint())
         self.ring_at = self.list_at + self.list_bytes
         self.x_at = self.ring_at + self.ring_bytes
-        self.sum_at = self.x_at + self.x_bytes
+        self.sum_at = self.x_at
         grid_wait()
         grid_release()
         count = active.compact(self.offsets, self.experts, self.threads, self.list_at, self.tid)
@@ -122,27 +125,35 @@ class ExpertsUp:
     @cute.jit
     def tile(self, expert: Int32, row_tile: Int32):
         """One (expert, 16 rows): issue all codes, then for every 8 tokens stage, multiply, reduce over warps, activate, store."""
-        factors: Any = []
+        scales: Any = []
+        first_group = self.warp * self.steps * 4 + self.quad_lane
+        row = Int64(expert) * Int64(self.inner) + Int64(row_tile * 16 + self.quad)
+        codes_at = row * Int64(self.latent // 2) + Int64(first_group * 16)
+        scales_at = row * Int64(self.latent // GROUP) + Int64(first_group)
         for s in cutlass.range_constexpr(self.steps):
-            chunk = self.warp * self.steps + s
-            inside = Int32(chunk * CHUNK + self.quad_lane * GROUP < self.latent)
-            group = chunk * 4 + select(inside, self.quad_lane, Int32(0))
+            # Only a last, partial chunk has lanes past the end of k: they read nothing and take the scale of the row's first group.
+            partial = self.latent % CHUNK > 0
+            inside = Int32(first_group + 4 * s < self.latent // GROUP) if partial else None
+            back = Int64(select(inside, Int32(0), first_group + 4 * s)) if partial else Int64(0)
             for matrix in cutlass.range_constexpr(2):
                 for half in cutlass.range_constexpr(2):
-                    row = Int64(expert) * Int64(self.inner) + Int64(row_tile * 16 + self.quad + 8 * half)
                     slot = self.ring_at + ((s * 2 + matrix) * 2 + half) * (self.threads * 16) + self.tid * 16
-                    mem.copy_weight_b128(slot, self.codes[matrix], row * Int64(self.latent // 2) + Int64(group * 16), inside)
-                    scale = mem.load_weight_u8(self.scales[matrix], row * Int64(self.latent // GROUP) + Int64(group))
-                    factors.append(scale_factor(scale))
+                    code_offset = codes_at + Int64(half * 8 * (self.latent // 2) + s * 64) - back * Int64(16)
+                    scale_offset = scales_at + Int64(half * 8 * (self.latent // GROUP) + s * 4) - back
+                    mem.copy_weight_b128(slot, self.codes[matrix], code_offset, inside)
+                    scales.append(mem.load_weight_u8(self.scales[matrix], scale_offset))
         mem.copy_commit()
+        factors = [scale_factor(scale) for scale in scales]
         begin = mem.load_b32(self.offsets, expert)
         end = mem.load_b32(self.offsets, expert + 1)
-        for first in cutlass.range(begin, end, ROUND_TOKENS):
-            n = cutlass.min(end - first, Int32(ROUND_TOKENS))
+        for first in cutlass.range(begin, end, self.round):
+            n = cutlass.min(end - first, Int32(self.round))
             self.stage(first, n)
             mem.copy_wait(0)
             block_sync()
-            self.products(factors)
+            acc = self.products(factors)
+            block_sync()
+            self.store_sums(acc)
             block_sync()
             for i in cutlass.range(self.tid, 16 * n, self.threads):
                 token = i // 16
@@ -171,20 +182,24 @@ class ExpertsUp:
             mem.shared_store_b128(self.x_at + (token * self.x_pitch + place) * 2, words)
 
     def products(self, factors: Any) -> None:
-        """Both matrices over this warp's chunks; sums to shared memory. Lanes past the end of k hold zero codes, and finite x is not promised
-        there, so their x is the token's first granules."""
+        """Both matrices over this warp's chunks. Lanes past the end of k hold zero codes, and finite x is not promised there, so their x is the
+        token's first granules. Tokens past the round repeat the last: their sums are dropped."""
+        token = cutlass.min(self.quad, Int32(self.round - 1))
         acc = [(Float32(0.0),) * 4 for _ in range(2)]
         for s in range(self.steps):
             chunk = self.warp * self.steps + s
             place = chunk * CHUNK + self.quad_lane * 8
             if self.latent % CHUNK:
                 place = select(chunk * CHUNK + self.quad_lane * GROUP < self.latent, place, chunk * CHUNK)
-            x = [mem.shared_b128(self.x_at + (self.quad * self.x_pitch + place + i * GROUP) * 2) for i in range(4)]
+            x = [mem.shared_b128(self.x_at + (token * self.x_pitch + place + i * GROUP) * 2) for i in range(4)]
             for matrix in range(2):
                 slot = self.ring_at + (s * 2 + matrix) * 2 * (self.threads * 16) + self.tid * 16
                 low, high = mem.shared_b128(slot), mem.shared_b128(slot + self.threads * 16)
                 scale = (s * 2 + matrix) * 2
                 acc[matrix] = group_products(acc[matrix], low, high, factors[scale], factors[scale + 1], x)
+        return acc
+
+    def store_sums(self, acc: Any) -> None:
         for matrix in range(2):
             at = self.sum_at + (((self.warp * 2 + matrix) * 16 + self.quad) * ROUND_TOKENS + self.quad_lane * 2) * 4
             mem.shared_store_f32x2(at, acc[matrix][0], acc[matrix][1])
@@ -192,12 +207,10 @@ class ExpertsUp:
 
 
 class ExpertsDown:
-    """Fixed: experts, top_k, latent rows, intermediate size of this rank (k), the bucket of rows, ring depth in experts."""
+    """Fixed: experts, top_k, latent rows, intermediate size of this rank (k), the bucket of rows, ring depth in experts, warps."""
 
-    warps = 8
-    threads = 256
-
-    def __init__(self, experts: int, top_k: int, latent: int, inner: int, row_tile: int, depth: int) -> None:
+    def __init__(self, experts: int, top_k: int, latent: int, inner: int, row_tile: int, depth: int, warps: int) -> None:
+        self.warps, self.threads = warps, 32 * warps
         self.experts, self.top_k, self.latent, self.inner, self.depth = experts, top_k, latent, inner, depth
         self.chunks = -(-inner // CHUNK)
         if latent % 16 or inner % GROUP or depth < 2:
@@ -224,7 +237,12 @@ class ExpertsDown:
         stream: Any,
     ):
         self.kernel(hidden_TZI, ids_TZ, weights_TZ, offsets_E, pairs_N, w2_ELJ, w2_scale_ELG, boxes, rank, rows).launch(
-            grid=[self.latent // 16, 1, 1], block=[self.threads, 1, 1], smem=self.shared_bytes, stream=stream, use_pdl=pdl
+            grid=[self.latent // 16, 1, 1],
+            block=[self.threads, 1, 1],
+            smem=self.shared_bytes,
+            stream=stream,
+            use_pdl=pdl,
+            min_blocks_per_mp=1,
         )
 
     @cute.kernel
@@ -286,13 +304,17 @@ class ExpertsDown:
         """Copy this warp's codes of one expert: 16 rows, all of k. Past the end of the list or of k nothing is read."""
         listed = Int32(item < count)
         expert = mem.shared_b32(self.list_at + select(listed, item, Int32(0)) * 4)
+        row = Int64(select(listed, expert, Int32(0))) * Int64(self.latent) + Int64(self.row_tile * 16 + self.quad)
+        row_at = row * Int64(self.inner // 2)
+        at = self.ring_at + slot * (self.chunks * 2 * self.threads * 16) + self.tid * 16
         for c in range(self.chunks):
             k = c * CHUNK + self.quad_lane * GROUP
-            valid = listed & Int32(k < self.inner)
+            partial = (c + 1) * CHUNK > self.inner
+            valid = listed & Int32(k < self.inner) if partial else listed
+            place = row_at + Int64(select(valid, k // 2, Int32(0)) if partial else k // 2)
             for half in range(2):
-                row = Int64(select(listed, expert, Int32(0))) * Int64(self.latent) + Int64(self.row_tile * 16 + self.quad + 8 * half)
-                dst = self.ring_at + ((slot * self.chunks + c) * 2 + half) * (self.threads * 16) + self.tid * 16
-                mem.copy_weight_b128(dst, self.codes, row * Int64(self.inner // 2) + Int64(select(valid, k // 2, Int32(0))), valid)
+                dst = at + (c * 2 + half) * (self.threads * 16)
+                mem.copy_weight_b128(dst, self.codes, place + Int64(half * 8 * (self.inner // 2)), valid)
         mem.copy_commit()
 
     @cute.jit

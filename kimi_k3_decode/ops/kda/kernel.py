@@ -3,7 +3,7 @@
 One block per (request, head); a warp owns V / 16 rows of the state S[V, K] in registers, four key channels a lane.
 Before the wait: F_B's rows of the head go to shared memory (cp.async), conv weights and gate constants to registers.
 After: slots and accepted (tables), the projections, the conv window and the state; then phases
- 1 convolution and SiLU of every token, the new window is stored, F_A and gate are staged; 2 F_B, decay; 3 L2 norms of q and k;
+ 0 the state is requested; 1 convolution and SiLU of every token, the new window is stored, F_A and gate are staged; 2 F_B, decay; 3 L2 norms of q and k;
  4 the recurrence, token by token, each state stored in its slot if the slot is > 0; 5 RMSNorm, output gate.
 A block barrier separates the phases. A request whose first or read slot is <= 0 is padding: its rows output zeros and nothing else is written.
 Everything between the BF16 projections and the output is FP32; the output is rounded once.
@@ -134,13 +134,14 @@ class Kda:
         count = cutlass.max(cutlass.min(mem.load_b32(accepted, self.request), Int32(self.q)), Int32(1))
         read_slot = mem.load_b32(self.slots, self.request * self.q + count - 1)
         if (Int32(first_slot > 0) & Int32(read_slot > 0)) != 0:
+            state = self.load_state(read_slot)
             self.convolve(first_slot, count, taps)
             mem.copy_wait(0)
             block_sync()
             self.gates(rate, bias)
             self.normalise()
             block_sync()
-            self.recur(read_slot)
+            self.recur(state)
             block_sync()
             self.finish()
         else:
@@ -212,17 +213,25 @@ class Kda:
             mem.shared_store_f32x2(at, values[0] * factor, values[1] * factor)
             mem.shared_store_f32x2(at + 8, values[2] * factor, values[3] * factor)
 
+    def head_offset(self) -> Any:
+        """This lane's first element of the head's state inside a slot."""
+        return Int64(self.head * (HEAD * HEAD) + self.warp * (HEAD // WARPS) * HEAD + self.lane * 4)
+
+    def load_state(self, read_slot: Any) -> Any:
+        """This warp's rows of S to registers, issued early: nothing but the slot number is needed."""
+        state = cute.make_rmem_tensor((HEAD // WARPS * 4,), Float32)
+        base = Int64(read_slot) * self.state_slot + self.head_offset()
+        for r in range(HEAD // WARPS):
+            values = mem.load_f32x4(self.state, base + Int64(r * HEAD))
+            for i in range(4):
+                state[r * 4 + i] = values[i]
+        return state
+
     @cute.jit
-    def recur(self, read_slot: Int32):
+    def recur(self, state: cutlass.Constexpr):
         """S <- exp(g) S; S <- S + beta k (v - k^T S)^T; o = q^T S, this warp's rows of S in registers over all tokens."""
         per_warp = HEAD // WARPS
-        head_at = Int64(self.head * (HEAD * HEAD) + self.warp * per_warp * HEAD + self.lane * 4)
-        state = cute.make_rmem_tensor((per_warp * 4,), Float32)
-        base = Int64(read_slot) * self.state_slot + head_at
-        for r in cutlass.range_constexpr(per_warp):
-            values = mem.load_f32x4(self.state, base + Int64(r * HEAD))
-            for i in cutlass.range_constexpr(4):
-                state[r * 4 + i] = values[i]
+        head_at = self.head_offset()
         for token in cutlass.range(self.q):
             q = mem.shared_f32x4(self.at(token, 0, self.lane * 4))
             k = mem.shared_f32x4(self.at(token, 1, self.lane * 4))

@@ -17,7 +17,7 @@ from kimi_k3_decode.device import memory as mem
 from kimi_k3_decode.device.math import bf16_word_f32x2, bits_f32, pack_bf16, round_bf16, rsqrt, select
 from kimi_k3_decode.device.row import RowCluster
 from kimi_k3_decode.device.skinny import Skinny, Tiling
-from kimi_k3_decode.device.sync import grid_release, grid_wait, poll_b128, publish_f32x2, rearm_b128
+from kimi_k3_decode.device.sync import grid_release, grid_wait, poll_many, publish_f32x2, rearm_b128
 
 
 class LatentReduce:
@@ -71,15 +71,15 @@ class LatentReduce:
         self.row.finish()
 
 
-@cute.jit
-def sum_slots(box: cutlass.Constexpr, other: cutlass.Constexpr, health: cutlass.Constexpr, ranks: cutlass.Constexpr, stride: Any, offset: Any):
+def sum_slots(box: Any, other: Any, health: Any, ranks: int, stride: Any, offset: Any) -> list[Float32]:
     """Four columns summed over the slots of all ranks, in rank order; the same places of the other parity are re-armed."""
-    total = [Float32(0.0) for _ in range(4)]
-    for rank in cutlass.range_constexpr(ranks):
-        words = poll_b128(box, rank * stride + offset, health)
-        for i in cutlass.range_constexpr(4):
-            total[i] = bits_f32(words[i]) if rank == 0 else total[i] + bits_f32(words[i])
-        rearm_b128(other, rank * stride + offset)
+    places = [rank * stride + offset for rank in range(ranks)]
+    words = poll_many(box, places, health)
+    total = [bits_f32(word) for word in words[:4]]
+    for rank in range(1, ranks):
+        total = [total[i] + bits_f32(words[4 * rank + i]) for i in range(4)]
+    for place in places:
+        rearm_b128(other, place)
     return total
 
 

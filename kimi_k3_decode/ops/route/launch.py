@@ -5,12 +5,13 @@ from __future__ import annotations
 from kimi_k3_decode.config import ModelConfig
 from kimi_k3_decode.device.launcher import PDL, ROWS, KernelSpec, health, no_scalars, operand, other
 from kimi_k3_decode.ops.contract import Contract
-from kimi_k3_decode.ops.route.kernel import Route
+from kimi_k3_decode.ops.route.kernel import WARPS, Route
 
 def spec(config: ModelConfig, contract: Contract) -> KernelSpec:
-    """One routing block up to 8 rows (a warp a row), a cluster of 8 above."""
-    forced = contract.parameters["forced"]
-    list_blocks = 1 if contract.parameters["rows"] <= 8 else 8
+    """Up to 8 rows a block shares a row (where its warps all get enough experts), above a warp has one; one block for a single row."""
+    forced, rows = contract.parameters["forced"], contract.parameters["rows"]
+    parts = WARPS if rows <= WARPS and config.n_experts >= WARPS * 4 * config.n_experts_per_token else 1
+    list_blocks = 1 if rows == 1 or (parts == 1 and rows <= WARPS) else 8
     kernel = Route(
         config.n_experts,
         config.n_experts_per_token,
@@ -18,10 +19,11 @@ def spec(config: ModelConfig, contract: Contract) -> KernelSpec:
         config.routed_scaling_factor,
         forced=forced,
         list_blocks=list_blocks,
+        parts=parts,
     )
     return KernelSpec(
         op="route",
-        variant=f"e{config.n_experts}-z{config.n_experts_per_token}-l{config.moe_latent_size}-b{list_blocks}{'-forced' if forced else ''}",
+        variant=f"e{config.n_experts}-z{config.n_experts_per_token}-l{config.moe_latent_size}-b{list_blocks}x{parts}{'-forced' if forced else ''}",
         make=lambda: kernel,
         params=(
             operand(contract, "logits_TE"),
