@@ -35,7 +35,7 @@ def test_mcnemar_leaves_nan_pairs_out():
     assert mcnemar([1, np.nan, 1], [0, 0, np.nan]).worse == 1
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
 def test_holm_reproduces_statsmodels(p):
     assert holm(p) == pytest.approx(multipletests(p, method="holm")[1])
