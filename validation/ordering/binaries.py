@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from validation.ordering.disasm import disassemble_file, disassemble_raw
+from validation.ordering.disasm import IllegalCode, disassemble_file, disassemble_raw
 from validation.ordering.elf import MAX_FILE_BYTES, BinaryError, Cubin, KernelSection, is_cubin, is_elf, read_cubin
 from validation.ordering.lines import Lines, read_lines
 from validation.ordering.model import FileError, Instruction, KernelBinary, Loaded, PtxKernel
@@ -140,6 +140,11 @@ def _to_kernels(found: _Found, arch: str | None) -> list[KernelBinary]:
 def _disassemble(arch: str, items: list[tuple[str, Cubin, KernelSection, Lines]], found: _Found) -> list[tuple[Instruction, ...]]:
     try:
         return disassemble_raw([kernel.code for _, _, kernel, _ in items], arch)
+    except IllegalCode as error:
+        label, _, kernel, _ = items[error.index]
+        found.error(f"{label}#{kernel.name}", error)
+        rest = _disassemble(arch, items[: error.index] + items[error.index + 1 :], found) if len(items) > 1 else []
+        return [*rest[: error.index], (), *rest[error.index :]]
     except (BinaryError, ToolError) as error:
         if len(items) > 1:
             half = len(items) // 2

@@ -248,7 +248,9 @@ def gone(subject: Subject, side: PtxSide) -> list[Finding]:
     endless = poll_findings(side.subject)
     if endless and not poll_findings(subject):
         line, text = side.lowered.sources[endless[0].pc // 16].line, " ".join(side.lowered.sources[endless[0].pc // 16].text.split())
-        message = f"the PTX loop at line {line} reads nothing and its condition never changes: a poll was hoisted, and ptxas dropped the loop"
+        message = (
+            f"the PTX loop at line {line} reads nothing and its condition never changes: a poll was hoisted, and ptxas dropped the loop"
+        )
         found.append(subject.finding("MO016", message, stage=Stage.NVVM, ptx_line=line, ptx_text=text, fix=POLL_FIX))
     polls, originals_polls = subject.analysis.program.resolver.ended_polls, side.subject.analysis.program.resolver.ended_polls
     if originals_polls and not polls:

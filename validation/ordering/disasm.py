@@ -26,6 +26,14 @@ _TARGET = re.compile(r"(?:^|,)(-?0x[0-9a-f]+)$")
 _TEXT_LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?\w+)\s+)?([A-Z][\w.]*)\s*([^;]*);")
 
 
+class IllegalCode(BinaryError):
+    """One code section holds what is no instruction of its architecture; `index` is its position in the list given."""
+
+    def __init__(self, index: int, message: str) -> None:
+        super().__init__(message)
+        self.index = index
+
+
 def architecture_number(arch: str) -> int:
     match = re.fullmatch(r"sm_(\d+)[af]?", arch)
     if match is None:
@@ -106,10 +114,24 @@ def _batches(codes: list[bytes]) -> Iterator[list[int]]:
         yield batch
 
 
+def _blame(error: ToolError, batch: list[int], codes: list[bytes]) -> Exception:
+    """The same failure with the code section that holds the address nvdisasm complains of, when it names one."""
+    match = re.search(r"at address (0x[0-9a-fA-F]+)", str(error))
+    if match is None:
+        return error
+    address = int(match.group(1), 16)
+    for index in batch:
+        if address < len(codes[index]):
+            return IllegalCode(index, f"{error} (at {address:#x} of the kernel)")
+        address -= len(codes[index])
+    return error
+
+
 def disassemble_raw(codes: list[bytes], arch: str) -> list[tuple[Instruction, ...]]:
     """Instructions of each code section, all of one architecture, in order.
 
-    Raises ToolError when nvdisasm fails, BinaryError when it does not know the architecture or answers with another count.
+    Raises IllegalCode when one section cannot be decoded, ToolError when nvdisasm fails otherwise, BinaryError when it does not know the
+    architecture or answers with another count.
     """
     number = architecture_number(arch)
     if number not in _RAW_NAMES:
@@ -119,7 +141,10 @@ def disassemble_raw(codes: list[bytes], arch: str) -> list[tuple[Instruction, ..
         with tempfile.TemporaryDirectory(prefix="ordering-") as folder:
             image = Path(folder) / "image.bin"
             image.write_bytes(b"".join(codes[index] for index in batch))
-            functions = parse_json(run_tool("nvdisasm", "-json", "-b", _RAW_NAMES[number], str(image)), arch)
+            try:
+                functions = parse_json(run_tool("nvdisasm", "-json", "-b", _RAW_NAMES[number], str(image)), arch)
+            except ToolError as error:
+                raise _blame(error, batch, codes) from error
         rows = functions[0][2] if functions else []
         expected = sum(len(codes[index]) for index in batch) // INSTRUCTION_BYTES
         if len(rows) != expected:

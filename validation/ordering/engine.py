@@ -152,9 +152,8 @@ def warp_roles(analysis: Analysis, launch: LaunchFacts) -> list[WarpRole]:
     """Groups of warps that decide every test over the thread id alike."""
     kernel, flow = analysis.program.kernel, analysis.flows[0]
     threads = launch.cta_threads or kernel.cta_threads or DEFAULT_THREADS
-    seen: dict[int, bool] = {}
     domain = analysis.program.compiler.domain
-    symbols = sorted(symbol for symbol in flow.branch_symbols if mentions_thread(domain, symbol, seen))
+    symbols = sorted(symbol for symbol in flow.branch_symbols if mentions_thread(domain, symbol))
     groups: dict[tuple[bool | None, ...], list[int]] = {}
     for warp in range((threads + WARP_THREADS - 1) // WARP_THREADS):
         role = WarpRole("", warp * WARP_THREADS, min(threads, (warp + 1) * WARP_THREADS) - 1)

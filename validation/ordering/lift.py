@@ -43,16 +43,12 @@ def lift(c: Compiler, instruction: Instruction) -> Code:
     code.guard, code.guard_sense = guard_of(c, instruction)
     ops: list[Op] = []
     c.written.clear()
-    if root in HANDLERS:
-        HANDLERS[root](c, modifiers, operands, ops)
-    elif root in MEMORY_HANDLERS:
-        MEMORY_HANDLERS[root](c, code, root, modifiers, operands, ops)
-    elif root in opcodes.INTEGER:
-        integer(c, modifiers, operands, ops, root)
-    elif root in opcodes.DATA:
-        data(c, modifiers, operands, ops)
-    elif root not in SILENT:
-        unknown(c, code, root, operands, ops)
+    try:
+        _dispatch(c, code, root, modifiers, operands, ops)
+    except (IndexError, ValueError, KeyError, AttributeError, TypeError):  # operands of a shape that nvdisasm never prints
+        ops.clear()
+        code.site, code.event = None, ""
+        unknown(c, code, f"{root} (operands not understood)", operands, ops)
     if root == "PREEXIT":
         code.event = "release"
     track(c, code, ops)
@@ -70,6 +66,19 @@ def relocated(c: Compiler, pc: int, ops: list[Op]) -> None:
     value = c.domain.source("symbol", c.kernel.relocations[pc])
     for slot in sorted({slot for slot in c.written if slot >= FIRST}):
         set_value(ops, slot, value)
+
+
+def _dispatch(c: Compiler, code: Code, root: str, modifiers: tuple[str, ...], operands: tuple[Operand, ...], ops: list[Op]) -> None:
+    if root in HANDLERS:
+        HANDLERS[root](c, modifiers, operands, ops)
+    elif root in MEMORY_HANDLERS:
+        MEMORY_HANDLERS[root](c, code, root, modifiers, operands, ops)
+    elif root in opcodes.INTEGER:
+        integer(c, modifiers, operands, ops, root)
+    elif root in opcodes.DATA:
+        data(c, modifiers, operands, ops)
+    elif root not in SILENT:
+        unknown(c, code, root, operands, ops)
 
 
 def track(c: Compiler, code: Code, ops: list[Op]) -> None:

@@ -57,8 +57,15 @@ def _terms(text: str) -> tuple[tuple[Term, ...], int]:
         if word[0] in "UR":
             terms.append(Term(word, ".64" in suffix, ".U32" in suffix))
         else:
-            number += int(word, 0) * (-1 if sign == "-" else 1)
+            number += integer(word) * (-1 if sign == "-" else 1)
     return tuple(terms), number
+
+
+def integer(text: str) -> int:
+    """A number as nvdisasm prints it: hexadecimal with 0x, else decimal; "~" in front is left to the caller."""
+    digits = text.lstrip("-+~")
+    value = int(digits, 16) if digits[:2].lower() == "0x" else int(digits, 10)
+    return -value if text.lstrip("~").startswith("-") else value
 
 
 def float_bits(text: str) -> int:
@@ -89,7 +96,7 @@ def parse_operand(text: str) -> Operand:
         signs = match.group(1)
         return Operand("const", "", "-" in signs, "~" in signs or "!" in signs, number, int(match.group(2), 16), terms)
     if _NUMBER.match(text):
-        return Operand("number", number=int(text.replace("~", ""), 0))
+        return Operand("number", number=integer(text))
     if match := _ADDRESS.match(text):
         terms, number = _terms(match.group(3))
         return Operand("addr", number=number, terms=terms, space=match.group(1) or "")

@@ -12,6 +12,7 @@ from validation.ordering.values import WORD, Domain
 
 Interval = tuple[int, int]
 WARP_THREADS = 32
+MAX_DEPTH = 60
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Evaluator:
         self.domain, self.role, self.nonzero = domain, role, nonzero
         self.one_dimensional, self.block = one_dimensional, block
         self._known: dict[int, Interval | None] = {}
+        self._depth = 0
 
     def decide(self, symbol: int) -> bool | None:
         found = self.interval(symbol)
@@ -40,8 +42,11 @@ class Evaluator:
     def interval(self, symbol: int) -> Interval | None:
         if symbol in self._known:
             return self._known[symbol]
-        self._known[symbol] = None  # symbols are acyclic; this only bounds damage
+        if self._depth >= MAX_DEPTH:
+            return None  # an expression this deep is arithmetic over data, not a test of the thread id
+        self._depth += 1
         found = self._compute(self.domain.nodes[symbol])
+        self._depth -= 1
         self._known[symbol] = found
         return found
 
@@ -210,39 +215,58 @@ class Evaluator:
         return (max(a[0], b[0]), max(a[1], b[1])) if "~" in name else (min(a[0], b[0]), min(a[1], b[1]))
 
 
-def mentions_thread(domain: Domain, symbol: int, seen: dict[int, bool]) -> bool:
+LEAVES = frozenset({"const", "param", "pblock", "driver", "bank", "mbar", "none", "special", "elect"})
+
+
+def symbols_below(domain: Domain, symbol: int) -> set[int]:
+    """A symbol and everything it is made of."""
+    seen: set[int] = set()
+    stack = [symbol]
+    while stack:
+        at = stack.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        stack.extend(children(domain, at))
+    return seen
+
+
+def children(domain: Domain, symbol: int) -> list[int]:
+    """Symbols that a node is made of directly; numbers it carries (offsets, tables, flags) are not symbols."""
+    node = domain.nodes[symbol]
+    if node[0] in LEAVES:
+        return []
+    parts = node[1:]
+    if node[0] == "lop":
+        parts = node[2:]
+    elif node[0] == "plus":
+        parts = node[1:2]
+    elif node[0] == "wide":
+        parts = node[1:4]
+    return [part for part in parts if isinstance(part, int) and not isinstance(part, bool)]
+
+
+def mentions_special(domain: Domain, symbol: int, prefixes: tuple[str, ...]) -> bool:
+    """Whether a symbol depends on a special register of one of these names ("elect" stands for elect.sync)."""
+    for at in symbols_below(domain, symbol):
+        node = domain.nodes[at]
+        if (node[0] == "special" and node[1].startswith(prefixes)) or (node[0] == "elect" and "elect" in prefixes):
+            return True
+    return False
+
+
+def mentions_thread(domain: Domain, symbol: int) -> bool:
     """Whether a symbol depends on the thread id or on elect.sync."""
-    if symbol not in seen:
-        seen[symbol] = False
-        node = domain.nodes[symbol]
-        if node[0] == "special":
-            seen[symbol] = node[1].startswith(("SR_TID", "SR_LANEID", "SR_WARPID"))
-        elif node[0] == "elect":
-            seen[symbol] = True
-        elif node[0] not in ("const", "param", "pblock", "driver", "bank", "mbar", "none"):
-            seen[symbol] = any(
-                mentions_thread(domain, part, seen) for part in node[1:] if isinstance(part, int) and part < len(domain.nodes)
-            )
-    return seen[symbol]
+    return mentions_special(domain, symbol, ("SR_TID", "SR_LANEID", "SR_WARPID", "elect"))
 
 
 def parameters_of(domain: Domain, symbol: int) -> frozenset[int] | None:
     """Byte offsets of the parameter words a symbol is made of, or None when anything else takes part."""
-    node = domain.nodes[symbol]
-    if node[0] == "param":
-        return frozenset({node[1]})
-    if node[0] == "const":
-        return frozenset()
-    if node[0] in ("special", "driver", "bank", "pblock", "mbar", "elect", "none"):
-        return None
-    parts = node[1:] if node[0] != "lop" else node[2:]
-    parts = parts[:1] if node[0] == "plus" else parts
-    found: frozenset[int] = frozenset()
-    for part in parts:
-        if not isinstance(part, int) or isinstance(part, bool):
-            continue
-        below = parameters_of(domain, part)
-        if below is None:
+    found = set()
+    for at in symbols_below(domain, symbol):
+        node = domain.nodes[at]
+        if node[0] == "param":
+            found.add(node[1])
+        elif node[0] in LEAVES and node[0] != "const":
             return None
-        found |= below
-    return found
+    return frozenset(found)

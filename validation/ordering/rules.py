@@ -21,7 +21,7 @@ from validation.ordering.model import (
     RoleMap,
     Severity,
 )
-from validation.ordering.roles import mentions_thread, parameters_of
+from validation.ordering.roles import mentions_special, parameters_of
 
 FIXES = {
     "MO001": "put the load behind griddepcontrol.wait (or the acquire that guards its buffer) on every path that reaches it",
@@ -351,9 +351,8 @@ def launch_findings(subject: Subject) -> list[Finding]:
                 continue
             block = flow.graph.blocks[key[0]]
             pc = subject.kernel.instructions[block.last].pc
-            seen: dict[int, bool] = {}
             guard = exit_guard(subject, flow, assume)
-            varies = any(mentions_thread(domain, abs(s), seen) or _mentions(domain, abs(s), "SR_CTAID") for s in assume)
+            varies = any(mentions_special(domain, abs(s), ("SR_TID", "SR_LANEID", "SR_WARPID", "SR_CTAID", "elect")) for s in assume)
             wait_pc, wait_text = subject.escaped_wait(pc)
             instruction = subject.instruction(pc)
             return [
@@ -373,22 +372,6 @@ def launch_findings(subject: Subject) -> list[Finding]:
                 )
             ]
     return []
-
-
-def _mentions(domain, symbol: int, prefix: str) -> bool:
-    stack, seen = [symbol], set()
-    while stack:
-        at = stack.pop()
-        if at in seen:
-            continue
-        seen.add(at)
-        node = domain.nodes[at]
-        if node[0] == "special":
-            if node[1].startswith(prefix):
-                return True
-        elif node[0] not in ("const", "param", "driver", "bank", "pblock", "mbar", "elect", "none"):
-            stack.extend(part for part in node[1:] if isinstance(part, int) and not isinstance(part, bool) and part < len(domain.nodes))
-    return False
 
 
 def release_findings(subject: Subject) -> list[Finding]:

@@ -223,6 +223,8 @@ def logic3(c: Compiler, modifiers: tuple[str, ...], operands: Operands, ops: lis
     domain = c.domain
     numbers = [value for value in values[2:] if value.kind == "number"]
     lut = numbers[-1].number & 0xFF if numbers else 0xFE
+    if len(values) < 3:
+        raise ValueError(f"LOP3: got {len(values)} sources, needs 3")
     slots = [c.read(value, ops) for value in values[:3]]
     result = c.temporary()
     apply(ops, result, lambda x, y, z: domain.logic(lut, x, y, z), *slots)

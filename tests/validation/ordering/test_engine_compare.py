@@ -81,8 +81,9 @@ def test_merged_loads(tmp_path):
 
 
 def test_lost_prefetch_is_a_note(tmp_path):
-    late = "griddepcontrol.wait; ld.volatile.global.f32 %f2,[%rd7]; ld.global.f32 %f1,[%rd6]; add.f32 %f1,%f1,%f2; st.global.f32 [%rd8],%f1; ret; }"
-    early = "ld.volatile.global.f32 %f2,[%rd7]; griddepcontrol.wait; ld.global.f32 %f1,[%rd6]; add.f32 %f1,%f1,%f2; st.global.f32 [%rd8],%f1; ret; }"
+    wait, weight = "griddepcontrol.wait; ", "ld.volatile.global.f32 %f2,[%rd7]; "
+    rest = "ld.global.f32 %f1,[%rd6]; add.f32 %f1,%f1,%f2; st.global.f32 [%rd8],%f1; ret; }"
+    late, early = wait + weight + rest, weight + wait + rest
     (finding,) = audit(tmp_path, late, early, pdl=True).findings
     assert (finding.rule, finding.parameter, finding.level.value) == ("MO014", "w", "note")
 
@@ -99,8 +100,8 @@ def test_sunk_read(tmp_path):
 
 def test_front_end_move_is_told_by_source_lines(tmp_path):
     body = (
-        ".loc 1 30 0\n ld.volatile.global.f32 %f1,[%rd6];\n.loc 1 20 0\n griddepcontrol.wait;\n.loc 1 40 0\n st.global.f32 [%rd8],%f1; ret; }\n"
-        '.file 1 "kernel.py"\n'
+        ".loc 1 30 0\n ld.volatile.global.f32 %f1,[%rd6];\n.loc 1 20 0\n griddepcontrol.wait;\n"
+        '.loc 1 40 0\n st.global.f32 [%rd8],%f1; ret; }\n.file 1 "kernel.py"\n'
     )
     moved = next(f for f in audit(tmp_path, body, pdl=True).findings if f.parameter == "x")
     assert (moved.rule, moved.stage) == ("MO002", Stage.NVVM)
