@@ -113,7 +113,12 @@ def resources(cubin: bytes) -> dict[str, int]:
     if len(line) != 2:
         raise ValueError(f"cuobjdump: got {text.stdout[-200:]!r}, needs a line with REG:")
     fields = dict(re.findall(r"([A-Z]+):(\d+)", "REG:" + line[1].split("\n")[0]))
-    return {"registers": int(fields["REG"]), "stack_bytes": int(fields["STACK"]), "local_bytes": int(fields["LOCAL"]), "shared": int(fields["SHARED"])}
+    return {
+        "registers": int(fields["REG"]),
+        "stack_bytes": int(fields["STACK"]),
+        "local_bytes": int(fields["LOCAL"]),
+        "shared": int(fields["SHARED"]),
+    }
 
 
 def _cuobjdump() -> str:
@@ -224,7 +229,9 @@ def compare(rows: list[Built], table: Path = TABLE) -> dict[str, list[str]]:
         "added": [name(key) for key in current if key not in committed],
         "gone": [name(key) for key in committed if key not in current and key[1] in architectures],
         "changed": [name(key) for key, row in current.items() if key in committed and committed[key]["sass_sha256"] != row.sass_sha256],
-        "spills": [f"{name(key)}: {row.stack_bytes + row.local_bytes} bytes" for key, row in current.items() if row.stack_bytes or row.local_bytes],
+        "spills": [
+            f"{name(key)}: {row.stack_bytes + row.local_bytes} bytes" for key, row in current.items() if row.stack_bytes or row.local_bytes
+        ],
     }
 
 

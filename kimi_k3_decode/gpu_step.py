@@ -128,9 +128,7 @@ class GpuPath:
         return [launch.id for launches in program.launches for launch, _ in launches]
 
     # ---- buffers and binding ----
-    def _program(
-        self, requests: int, q: int, width: int, forced: frozenset[int], caches: Caches
-    ) -> tuple[_Program, Tensors]:
+    def _program(self, requests: int, q: int, width: int, forced: frozenset[int], caches: Caches) -> tuple[_Program, Tensors]:
         rows = requests * q
         table_key = (requests, q, width, forced)
         if table_key not in self._tables:
@@ -176,9 +174,7 @@ class GpuPath:
             table[: value.shape[0]].copy_(value.to(torch.int32))
 
     def _bind(self, rows: int, q: int, parity: int, forced: frozenset[int], caches: Caches, tables: Tensors) -> _Program:
-        graphs = [
-            launch_graph(self.config, rank.shard, rows, q, step=parity, forced=forced, top_k=self.top_k) for rank in self._ranks
-        ]
+        graphs = [launch_graph(self.config, rank.shard, rows, q, step=parity, forced=forced, top_k=self.top_k) for rank in self._ranks]
         for rank, graph in zip(self._ranks, graphs, strict=True):
             for launch in graph:
                 self._allocate(rank, launch, rows)
@@ -335,4 +331,3 @@ def _handle(stream: Any) -> Any:
     from cuda.bindings import driver
 
     return driver.CUstream(stream.cuda_stream)
-

@@ -7,6 +7,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
+
 from kimi_k3_decode.device import memory as mem
 from kimi_k3_decode.device.asm import emit
 from kimi_k3_decode.device.math import select

@@ -51,4 +51,6 @@ def emit(code: str, outputs: tuple[Any, ...], operands: tuple[Any, ...], *, memo
         return None
     if len(outputs) == 1:
         return outputs[0](value)
-    return tuple(kind(llvm.extractvalue(t, value, [i], loc=loc, ip=ip)) for i, (kind, t) in enumerate(zip(outputs, result_types, strict=True)))
+    return tuple(
+        kind(llvm.extractvalue(t, value, [i], loc=loc, ip=ip)) for i, (kind, t) in enumerate(zip(outputs, result_types, strict=True))
+    )

@@ -1,7 +1,7 @@
 """How a kernel is described, compiled and launched: parameters in order, each tied to an operand of its contract.
 
-`KernelSpec` is data: the ordering audit reads it to know which kernel parameter is which operand. `Launcher` walks compile -> bind -> run and
-refuses any other order.
+`KernelSpec` is data: the ordering audit reads it to know which kernel parameter is which operand. `Launcher` walks compile -> bind -> run
+and refuses any other order.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ class Launcher:
         scalars: Mapping[str, float] | None = None,
     ) -> Launcher:
         """tensors: operand -> buffer (and `health_N`); others: consumed mailbox -> its other parity; boxes: published mailbox -> address in
-        every rank; scalars: what the tensors do not tell (rows, rank, pdl, processors ...). Raises ContractError naming all that is missing."""
+        every rank; scalars: what the tensors do not tell (rows, rank, pdl, processors ...). Raises ContractError naming all that is
+        missing."""
         if self._function is None:
             raise ContractError(f"Launcher {self.spec.id}", ["bind: got no compiled kernel, needs prepare() first"])
         given = {"tensors": tensors, **(scalars or {})}

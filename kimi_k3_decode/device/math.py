@@ -6,6 +6,7 @@ from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
+
 from kimi_k3_decode.device.asm import emit
 
 LOG2_E = 1.4426950408889634

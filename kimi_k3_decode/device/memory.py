@@ -11,6 +11,7 @@ from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
+
 from kimi_k3_decode.device.asm import emit
 from kimi_k3_decode.device.math import select
 
@@ -129,7 +130,8 @@ def load_weight_b32(x: Global, offset: Any) -> Int32:
 
 # ---- asynchronous copies to shared memory (never moved across a wait by the assembler) ----
 def copy_weight_b128(dst: Int32, x: Global, offset: Any, valid: Any = None) -> None:
-    """cp.async of 16 weight bytes into shared address `dst`; where `valid` (0 or 1) is 0 the destination is zero-filled, nothing is read."""
+    """cp.async of 16 weight bytes into shared address `dst`; where `valid` (0 or 1) is 0 the destination is zero-filled, nothing is
+    read."""
     x.require(WEIGHT)
     _copy(dst, x, offset, valid)
 

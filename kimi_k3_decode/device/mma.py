@@ -2,7 +2,8 @@
 
 Weights are the M operand (16 rows), tokens the N operand (8). The order of k inside a product is free as long as both operands agree, so a
 thread takes eight consecutive k of a row with one 16-byte access and feeds two products: elements 0..3 to the first, 4..7 to the second.
-With lane = 4 * g + t, a thread holds rows g and g + 8 of the weights, token g of x, and the sums (row g, tokens 2t, 2t+1), (row g + 8, ...).
+With lane = 4 * g + t, a thread holds rows g and g + 8 of the weights, token g of x, and the sums (row g, tokens 2t, 2t+1), (row g + 8,
+...).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from cutlass import Float32, Int32
+
 from kimi_k3_decode.device.asm import emit
 
 MMA_CODE = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
@@ -21,7 +23,8 @@ def mma(acc: tuple[Any, Any, Any, Any], a: tuple[Any, Any, Any, Any], b: tuple[A
 
 
 def mma_pair(acc: Any, low: tuple[Any, ...], high: tuple[Any, ...], x: tuple[Any, ...]) -> Any:
-    """Two products over the 32 k that a quad of lanes holds: `low` and `high` are the 16 bytes of rows g and g + 8, `x` those of token g."""
+    """Two products over the 32 k that a quad of lanes holds: `low` and `high` are the 16 bytes of rows g and g + 8, `x` those of token
+    g."""
     acc = mma(acc, (low[0], high[0], low[1], high[1]), (x[0], x[1]))
     return mma(acc, (low[2], high[2], low[3], high[3]), (x[2], x[3]))
 
@@ -39,8 +42,8 @@ def scale_factor(code: Int32) -> Int32:
 def decode_word(word: Int32, factor: Int32) -> tuple[Int32, Int32, Int32, Int32]:
     """Eight codes of a 32-bit word to four BF16 pairs: (code i, code i + 4) for i = 0..3. x must be staged in the same order.
 
-    One multiplication copies an isolated code to both places a BF16 needs it (exponent and mantissa at bit 6, sign at bit 15): the two copies
-    do not overlap, so the product is their OR, and multiplications leave the integer pipe to the masks.
+    One multiplication copies an isolated code to both places a BF16 needs it (exponent and mantissa at bit 6, sign at bit 15): the two
+    copies do not overlap, so the product is their OR, and multiplications leave the integer pipe to the masks.
     """
     code = (
         "{ .reg .b32 a, h; shr.u32 h, $4, 8; "

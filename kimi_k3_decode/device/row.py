@@ -10,6 +10,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+
 from kimi_k3_decode.device import memory as mem
 from kimi_k3_decode.device.math import warp_sum
 from kimi_k3_decode.device.sync import block_sync, cluster_sync

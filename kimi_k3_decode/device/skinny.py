@@ -1,14 +1,14 @@
 """The streaming product shared by every dense projection: y[T, P] = x[T, K] W[P, K]^T for T <= 64, bound by reading W once.
 
-Work split: a cluster of `splits` blocks shares a tile of rows of W, each block owning a slice of K; inside a block `warps_m` groups of 16 rows
-times `warps_k` slices of K. Blocks are persistent: clusters walk over tiles with a fixed stride.
+Work split: a cluster of `splits` blocks shares a tile of rows of W, each block owning a slice of K; inside a block `warps_m` groups of 16
+rows times `warps_k` slices of K. Blocks are persistent: clusters walk over tiles with a fixed stride.
 
-Weights travel through a ring in shared memory in which every thread copies (cp.async, 16 bytes) exactly the bytes it consumes itself, so the
-ring needs no barrier, runs `depth` steps ahead, crosses tile boundaries, and is filled before the grid wait. x is staged once after the wait.
-Sums of the slices are added in a fixed order (block rank, then warp), so results are bit-reproducible. Inside a cluster every block owns a
-share of the tokens and receives the others' sums by asynchronous remote stores counted on an mbarrier; two buffers alternate, and a block can
-only send tile i + 2 after every block has read tile i, because it waited for tile i + 1, which each sends after that read. No fence is needed,
-so the weights in flight are never drained.
+Weights travel through a ring in shared memory in which every thread copies (cp.async, 16 bytes) exactly the bytes it consumes itself, so
+the ring needs no barrier, runs `depth` steps ahead, crosses tile boundaries, and is filled before the grid wait. x is staged once after the
+wait. Sums of the slices are added in a fixed order (block rank, then warp), so results are bit-reproducible. Inside a cluster every block
+owns a share of the tokens and receives the others' sums by asynchronous remote stores counted on an mbarrier; two buffers alternate, and
+a block can only send tile i + 2 after every block has read tile i, because it waited for tile i + 1, which each sends after that read. No
+fence is needed, so the weights in flight are never drained.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+
 from kimi_k3_decode.device import memory as mem
 from kimi_k3_decode.device.math import select
 from kimi_k3_decode.device.mma import mma
@@ -144,7 +145,15 @@ class Skinny:
 
     def launch_options(self, blocks: Any, pdl: Any, stream: Any) -> dict[str, Any]:
         t = self.t
-        options: dict[str, Any] = {"grid": [blocks, 1, 1], "block": [t.threads, 1, 1], "smem": t.shared_bytes, "stream": stream, "use_pdl": pdl}
+        options: dict[str, Any] = {
+            "grid": [blocks, 1, 1],
+            "block": [t.threads, 1, 1],
+            "smem": t.shared_bytes,
+            "stream": stream,
+            "use_pdl": pdl,
+        }
+        if t.m_tiles * t.row_tile >= 128:
+            options["min_blocks_per_mp"] = 1  # 64 sums a thread: without this the assembler spills to fit two blocks
         if t.splits > 1:
             options["cluster"] = [t.splits, 1, 1]
         return options

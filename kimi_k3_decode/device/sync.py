@@ -1,8 +1,8 @@
 """Waits, barriers and the mailbox protocol.
 
 A mailbox is read and written in 32-bit words (one FP32, two BF16) and a word carries its own readiness: anything but the sentinel is data.
-Producers never store the sentinel (its bits are a NaN that arithmetic does not produce; stores canonicalise all the same). The consumer polls
-with strong loads and meanwhile re-arms the buffer of the other parity, which it finished reading one message ago.
+Producers never store the sentinel (its bits are a NaN that arithmetic does not produce; stores canonicalise all the same). The consumer
+polls with strong loads and meanwhile re-arms the buffer of the other parity, which it finished reading one message ago.
 
 Waiting is bounded: after `BUDGET_NS` a waiter records the sticky health word and goes on, and every later waiter that sees the word stops
 waiting at once, so a step ends instead of hanging. The host must check the word before it uses any result.
@@ -15,6 +15,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
+
 from kimi_k3_decode.device.asm import emit
 from kimi_k3_decode.device.math import f32_bits, pack_bf16, select
 from kimi_k3_decode.device.memory import Global, store_b128
@@ -76,9 +77,7 @@ def barrier_expect(address: Int32, size_bytes: int) -> None:
 @cute.jit
 def barrier_wait(address: Int32, phase: Int32):
     """Wait until the phase of parity `phase` is complete; what remote stores brought is then visible."""
-    code = (
-        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$1], $2; selp.b32 $0, 1, 0, p; }"
-    )
+    code = "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$1], $2; selp.b32 $0, 1, 0, p; }"
     done = emit(code, (Int32,), (address, phase), memory=True)
     while done == 0:
         done = emit(code, (Int32,), (address, phase), memory=True)

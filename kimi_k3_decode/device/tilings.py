@@ -25,7 +25,8 @@ def row_tile(rows: int) -> int:
 
 
 def choose(*, k: int, out_rows: int, rows: int, m_tiles: int = 1) -> Tiling:
-    """The schedule of a product of `out_rows` weight rows (with two m-tiles, of each of the two matrices) over `k` inputs for `rows` tokens."""
+    """The schedule of a product of `out_rows` weight rows (with two m-tiles, of each of the two matrices) over `k` inputs for `rows`
+    tokens."""
     tile = row_tile(rows)
     x_rows = FEW_ROWS if rows <= FEW_ROWS else tile
     splits = 1

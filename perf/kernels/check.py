@@ -55,7 +55,14 @@ class Run:
     """Operands of one case, and the launch. `stream` is the current one."""
 
     def __init__(
-        self, config: ModelConfig, contract: Contract, tensors: Tensors, *, rank: int = 0, pdl: bool = False, options: dict[str, Any] | None = None,
+        self,
+        config: ModelConfig,
+        contract: Contract,
+        tensors: Tensors,
+        *,
+        rank: int = 0,
+        pdl: bool = False,
+        options: dict[str, Any] | None = None,
         scalars: dict[str, float] | None = None,
     ) -> None:
         self.config, self.contract, self.tensors = config, contract, tensors
@@ -151,7 +158,10 @@ def _compare(outcome: Outcome, name: str, found: torch.Tensor, exact: torch.Tens
         if not bool((torch.isneginf(found) == torch.isneginf(exact)).all()):
             outcome.broken.append(f"{name}: empty splits differ")
         found, exact, stored = (torch.where(torch.isneginf(x), 0.0, x) for x in (found, exact, stored))
-    outcome.errors[name] = {"kernel": relative(found, exact.view_as(found)), "reference": relative(stored.view_as(found), exact.view_as(found))}
+    outcome.errors[name] = {
+        "kernel": relative(found, exact.view_as(found)),
+        "reference": relative(stored.view_as(found), exact.view_as(found)),
+    }
 
 
 def _published(outcome: Outcome, o: Operand, run: Run, exact: torch.Tensor, reference: torch.Tensor) -> None:

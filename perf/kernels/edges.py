@@ -1,4 +1,5 @@
-"""Cases at the edges: exact ties, padding that holds NaN, null slots, every accepted count, long contexts, the FP8 cache, other row counts."""
+"""Cases at the edges: exact ties, padding that holds NaN, null slots, every accepted count, long contexts, the FP8 cache, other row
+counts."""
 
 from __future__ import annotations
 
@@ -105,7 +106,12 @@ def _isolated(config: ModelConfig, launch: Launch, rows: int) -> Outcome:
         tensors = Maker(config, launch.contract, 77).all()
         if poison:
             for o in launch.contract.operands:
-                if o.role in (Role.INPUT, Role.MAILBOX) and o.reads and any(a.letter == "T" for a in o.axes) and tensors[o.name].is_floating_point():
+                if (
+                    o.role in (Role.INPUT, Role.MAILBOX)
+                    and o.reads
+                    and any(a.letter == "T" for a in o.axes)
+                    and tensors[o.name].is_floating_point()
+                ):
                     axis = [a.letter for a in o.axes].index("T")
                     tensors[o.name].select(axis, poisoned).fill_(float("nan"))
         run = Run(config, launch.contract, tensors)

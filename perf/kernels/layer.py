@@ -1,7 +1,7 @@
 """One rank's share of real layers on one GPU: the plan's launches in a CUDA graph, with this rank's messages looped back.
 
-A rank of a group of R publishes its part R times, once into every rank's box. Here the R copies fall into the R parts of its own box, so the
-rank writes and reads as many bytes as in a group, through the same kernels, and its consumers find all parts without a peer.
+A rank of a group of R publishes its part R times, once into every rank's box. Here the R copies fall into the R parts of its own box, so
+the rank writes and reads as many bytes as in a group, through the same kernels, and its consumers find all parts without a peer.
 """
 
 from __future__ import annotations
@@ -71,8 +71,7 @@ class LayerLoop:
                 for name in launch.bindings[o.name]:
                     self._allocate(launch, o, name)
         first = self.plan[0]
-        incoming = first.contract["delta_RTD"] if "delta_RTD" in first.contract else None
-        if incoming is not None:
+        if "delta_RTD" in first.contract.names:
             # What the last layer's tail will send in every later replay, the first replay finds here.
             self.buffers[first.bindings["delta_RTD"][0]].normal_()
 

@@ -17,7 +17,8 @@ POISON_INT = -7
 
 
 class Maker:
-    """Makes the operands of one contract. `lengths` are the cached tokens of the requests (MLA); `slack` extra slots and pages stay unused."""
+    """Makes the operands of one contract. `lengths` are the cached tokens of the requests (MLA); `slack` extra slots and pages stay
+    unused."""
 
     def __init__(self, config: ModelConfig, contract: Contract, seed: int, device: str = "cuda", lengths: list[int] | None = None) -> None:
         self.config, self.contract, self.device = config, contract, device

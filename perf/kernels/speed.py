@@ -95,9 +95,7 @@ def _sweep(records: Any, launch: Any, runs: list[Run], copies: int, tp: int, row
     best = []
     for tiling in tilings_around(base):
         try:
-            tried = [
-                Run(K3, launch.contract, run.tensors, pdl=True, options={"tiling": tiling}) for run in runs
-            ]
+            tried = [Run(K3, launch.contract, run.tensors, pdl=True, options={"tiling": tiling}) for run in runs]
             graph = capture(lambda tried=tried: [run.launch() for run in tried], warmups=1)
             t = interleaved({"kernel": graph}, copies, replays=8)["kernel"]
         except Exception as error:

@@ -1,8 +1,8 @@
 """A strong stock layer: one rank's KDA + latent MoE layer as separately launched library kernels, captured in one CUDA graph.
 
-Products are cuBLAS through torch, the recurrence is fla-core's fused recurrent KDA (conv, gates and norms around it fused as a good stock path
-fuses them), the experts a Triton MXFP4 grouped product, the rest one Triton kernel a step. There is no exchange between ranks in it: the
-all-reduces that stock pays beside its kernels are left out, in stock's favour.
+Products are cuBLAS through torch, the recurrence is fla-core's fused recurrent KDA (conv, gates and norms around it fused as a good stock
+path fuses them), the experts a Triton MXFP4 grouped product, the rest one Triton kernel a step. There is no exchange between ranks in it:
+the all-reduces that stock pays beside its kernels are left out, in stock's favour.
 """
 
 from __future__ import annotations
@@ -37,17 +37,15 @@ class StockLayer:
         self.state = state
         d, c, s, k = config.hidden_size, config, self.shard, config.n_experts_per_token
         self.blocks = torch.randn(max(1, c.n_blocks_before_attention(layer)), rows, d, device="cuda").to(torch.bfloat16)
-        self.b = {
-            name: torch.empty(shape, dtype=dtype, device="cuda")
-            for name, shape, dtype in (
-                ("prefix", (rows, d), torch.bfloat16), ("x", (rows, d), torch.bfloat16), ("x2", (rows, d), torch.bfloat16),
-                ("conv", (3, rows, s.kda_dim), torch.bfloat16), ("beta", (rows, s.kda_heads), torch.bfloat16), ("o", (1, rows, s.kda_heads, c.kda_head_dim), torch.bfloat16),
-                ("a", (rows, s.kda_dim), torch.bfloat16), ("ids", (rows, k), torch.int32), ("weights", (rows, k), torch.bfloat16),
-                ("gu", (rows * k, 2 * s.expert_intermediate), torch.bfloat16), ("h", (rows * k, s.expert_intermediate), torch.bfloat16),
-                ("parts", (rows * k, c.moe_latent_size), torch.bfloat16), ("latent", (rows, c.moe_latent_size), torch.bfloat16),
-                ("normed", (rows, c.moe_latent_size), torch.bfloat16), ("sh", (rows, s.shared_intermediate), torch.bfloat16),
-            )
+        shapes = {
+            "prefix": (rows, d), "x": (rows, d), "x2": (rows, d),
+            "conv": (3, rows, s.kda_dim), "beta": (rows, s.kda_heads), "o": (1, rows, s.kda_heads, c.kda_head_dim), "a": (rows, s.kda_dim),
+            "weights": (rows, k), "gu": (rows * k, 2 * s.expert_intermediate), "h": (rows * k, s.expert_intermediate),
+            "parts": (rows * k, c.moe_latent_size), "latent": (rows, c.moe_latent_size), "normed": (rows, c.moe_latent_size),
+            "sh": (rows, s.shared_intermediate),
         }  # fmt: skip
+        self.b = {name: torch.empty(shape, dtype=torch.bfloat16, device="cuda") for name, shape in shapes.items()}
+        self.b["ids"] = torch.empty(rows, k, dtype=torch.int32, device="cuda")
         self.lists = ops.empty_lists(rows * k, "cuda")
         self.router = torch.randn(c.n_experts, d, device="cuda").mul_(d**-0.5).to(torch.bfloat16)[: s.router_rows]
         self.logits = torch.randn(rows, c.n_experts, device="cuda")

@@ -35,7 +35,9 @@ def capture(work: Callable[[], None], warmups: int = 2) -> torch.cuda.CUDAGraph:
 
 def interleaved(graphs: Mapping[str, torch.cuda.CUDAGraph], launches: int, replays: int = 60) -> dict[str, Timed]:
     """Time each graph in turn, `replays` times round robin; `launches` is how many units of work a graph holds."""
-    events = {name: [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)] for name in graphs}
+    events = {
+        name: [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)] for name in graphs
+    }
     for graph in graphs.values():
         graph.replay()
     torch.cuda.synchronize()

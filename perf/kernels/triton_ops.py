@@ -39,7 +39,19 @@ def _residual(prefix, delta, blocks, score, norm, prefix_out, out, eps, D: tl.co
 def residual(prefix: Any, delta: Any, blocks: Any, score: Any, norm: Any, prefix_out: Any, out: Any, eps: float) -> None:
     rows, hidden = prefix.shape
     _residual[(rows,)](
-        prefix, delta, blocks, score, norm, prefix_out, out, eps, hidden, blocks.shape[0], rows, triton.next_power_of_2(hidden), num_warps=16
+        prefix,
+        delta,
+        blocks,
+        score,
+        norm,
+        prefix_out,
+        out,
+        eps,
+        hidden,
+        blocks.shape[0],
+        rows,
+        triton.next_power_of_2(hidden),
+        num_warps=16,
     )
 
 

@@ -1,4 +1,5 @@
-"""attn_res: prefix add in BF16, block write, residual softmax over at most 9 sources, RMSNorm; the consumer of o_proj, moe_tail, dense_down.
+"""attn_res: prefix add in BF16, block write, residual softmax over at most 9 sources, RMSNorm; the consumer of o_proj, moe_tail,
+dense_down.
 
 One cluster a row, four columns a thread. Before the wait: the score and norm weights. After: this thread's columns of every rank's slot are
 polled, added in rank order, rounded to BF16, and the other parity re-armed; then prefix and blocks are read.
@@ -13,6 +14,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+
 from kimi_k3_decode.device import memory as mem
 from kimi_k3_decode.device.math import bf16_word_f32x2, exp, maximum, pack_bf16, reciprocal, round_bf16, rsqrt, select
 from kimi_k3_decode.device.row import RowCluster

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from kimi_k3_decode.config import ModelConfig
 from kimi_k3_decode.device.launcher import PDL, ROWS, KernelSpec, health, no_scalars, operand, other
-from kimi_k3_decode.ops.contract import Contract
 from kimi_k3_decode.ops.attn_res.kernel import AttnRes
+from kimi_k3_decode.ops.contract import Contract
+
 
 def spec(config: ModelConfig, contract: Contract) -> KernelSpec:
     p = contract.parameters

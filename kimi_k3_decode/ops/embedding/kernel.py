@@ -1,4 +1,5 @@
-"""embedding: prefix[T, D] = embed[tokens[T]]. One block a row. Token ids come from a table, so they are read after the wait like an input."""
+"""embedding: prefix[T, D] = embed[tokens[T]]. One block a row. Token ids come from a table, so they are read after the wait like an
+input."""
 
 from __future__ import annotations
 

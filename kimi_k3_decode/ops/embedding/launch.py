@@ -7,6 +7,7 @@ from kimi_k3_decode.device.launcher import PDL, ROWS, KernelSpec, no_scalars, op
 from kimi_k3_decode.ops.contract import Contract
 from kimi_k3_decode.ops.embedding.kernel import Embedding
 
+
 def spec(config: ModelConfig, contract: Contract) -> KernelSpec:
     kernel = Embedding(config.vocab_size, config.hidden_size)
     return KernelSpec(

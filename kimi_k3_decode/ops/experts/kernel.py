@@ -2,8 +2,8 @@
 
 up: hidden[pair, I] = SiTU(w1 z, w3 z). Persistent blocks walk over (active expert, tile of 16 rows of w1 and w3); warps split K. All of a
 tile's codes are in flight at once (cp.async, each thread its own bytes) while the tokens' latents are staged.
-down: one block per 16 latent rows; a warp takes every `warps`-th active expert, its codes in a ring of cp.async; weighted results of all pairs
-lie in shared memory, are added per token in rank order of its choices, and the FP32 partial is published to every rank.
+down: one block per 16 latent rows; a warp takes every `warps`-th active expert, its codes in a ring of cp.async; weighted results of all
+pairs lie in shared memory, are added per token in rank order of its choices, and the FP32 partial is published to every rank.
 A tile is decoded once for up to 8 tokens; experts with more tokens take more rounds over the codes held in shared memory.
 Before the wait: nothing, since even the addresses of the weights depend on the routing. Rounding: up's result; down none.
 """
@@ -15,6 +15,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
+
 from kimi_k3_decode.device import active
 from kimi_k3_decode.device import memory as mem
 from kimi_k3_decode.device.asm import emit
@@ -57,7 +58,9 @@ class ExpertsUp:
         self.warps, self.threads = warps, 32 * warps
         self.chunks = -(-latent // CHUNK)
         if self.chunks % warps or latent % GROUP or inner % 16:
-            raise ValueError(f"ExpertsUp: got latent {latent}, inner {inner}, {warps} warps, needs whole groups, 16-row tiles, equal shares of k")
+            raise ValueError(
+                f"ExpertsUp: got latent {latent}, inner {inner}, {warps} warps, needs whole groups, 16-row tiles, equal shares of k"
+            )
         self.steps = self.chunks // warps
         self.row_tiles = inner // 16
         self.x_pitch = self.chunks * CHUNK + 32
@@ -170,7 +173,8 @@ class ExpertsUp:
 
     @cute.jit
     def stage(self, first: Int32, n: Int32):
-        """Latents of n tokens into shared memory: granule i of lane t at 32 i + 8 t of its chunk, so that a quad reads 64 adjacent bytes."""
+        """Latents of n tokens into shared memory: granule i of lane t at 32 i + 8 t of its chunk, so that a quad reads 64 adjacent
+        bytes."""
         per_row = self.latent // 8
         for i in cutlass.range(self.tid, n * per_row, self.threads, unroll=4):
             token = i // per_row
@@ -182,8 +186,8 @@ class ExpertsUp:
             mem.shared_store_b128(self.x_at + (token * self.x_pitch + place) * 2, words)
 
     def products(self, factors: Any) -> None:
-        """Both matrices over this warp's chunks. Lanes past the end of k hold zero codes, and finite x is not promised there, so their x is the
-        token's first granules. Tokens past the round repeat the last: their sums are dropped."""
+        """Both matrices over this warp's chunks. Lanes past the end of k hold zero codes, and finite x is not promised there, so their x
+        is the token's first granules. Tokens past the round repeat the last: their sums are dropped."""
         token = cutlass.min(self.quad, Int32(self.round - 1))
         acc = [(Float32(0.0),) * 4 for _ in range(2)]
         for s in range(self.steps):
@@ -214,7 +218,9 @@ class ExpertsDown:
         self.experts, self.top_k, self.latent, self.inner, self.depth = experts, top_k, latent, inner, depth
         self.chunks = -(-inner // CHUNK)
         if latent % 16 or inner % GROUP or depth < 2:
-            raise ValueError(f"ExpertsDown: got latent {latent}, inner {inner}, depth {depth}, needs 16-row tiles, whole groups, depth >= 2")
+            raise ValueError(
+                f"ExpertsDown: got latent {latent}, inner {inner}, depth {depth}, needs 16-row tiles, whole groups, depth >= 2"
+            )
         self.list_bytes = active.shared_bytes(experts, self.threads)
         self.ring_bytes = depth * self.chunks * 2 * self.threads * 16
         self.pair_bytes = row_tile * top_k * 16 * 4

@@ -12,6 +12,7 @@ from kimi_k3_decode.ops.experts.kernel import CHUNK, ExpertsDown, ExpertsUp
 DEPTH = 3
 MANY_ROWS = 32  # above, the pairs' sums leave room for one block a multiprocessor, which then takes twice the warps
 
+
 def up(config: ModelConfig, contract: Contract) -> KernelSpec:
     inner, latent = contract["w1_EIJ"].shape[1], config.moe_latent_size
     warps = next(n for n in (7, 8, 4, 2, 1) if -(-latent // CHUNK) % n == 0)

@@ -9,6 +9,7 @@ from kimi_k3_decode.device.tilings import choose
 from kimi_k3_decode.ops.contract import Contract
 from kimi_k3_decode.ops.head.kernel import LmHead, Sample
 
+
 def lm_head(config: ModelConfig, contract: Contract, tiling: Tiling | None = None) -> KernelSpec:
     """`tiling` replaces the scheduled one (tuning)."""
     width, k = contract["lm_head_VD"].shape

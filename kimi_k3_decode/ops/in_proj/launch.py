@@ -9,6 +9,7 @@ from kimi_k3_decode.device.tilings import choose
 from kimi_k3_decode.ops.contract import Contract
 from kimi_k3_decode.ops.in_proj.kernel import InProj
 
+
 def spec(config: ModelConfig, contract: Contract, tiling: Tiling | None = None) -> KernelSpec:
     """`tiling` replaces the scheduled one (tuning)."""
     width, k = contract["weight_PD"].shape

@@ -3,10 +3,10 @@
 One block per (request, head); a warp owns V / 16 rows of the state S[V, K] in registers, four key channels a lane.
 Before the wait: F_B's rows of the head go to shared memory (cp.async), conv weights and gate constants to registers.
 After: slots and accepted (tables), the projections, the conv window and the state; then phases
- 0 the state is requested; 1 convolution and SiLU of every token, the new window is stored, F_A and gate are staged; 2 F_B, decay; 3 L2 norms of q and k;
- 4 the recurrence, token by token, each state stored in its slot if the slot is > 0; 5 RMSNorm, output gate.
-A block barrier separates the phases. A request whose first or read slot is <= 0 is padding: its rows output zeros and nothing else is written.
-Everything between the BF16 projections and the output is FP32; the output is rounded once.
+ 0 the state is requested; 1 convolution and SiLU of every token, the new window is stored, F_A and gate are staged; 2 F_B, decay; 3 L2
+ norms of q and k; 4 the recurrence, token by token, each state stored in its slot if the slot is > 0; 5 RMSNorm, output gate.
+A block barrier separates the phases. A request whose first or read slot is <= 0 is padding: its rows output zeros and nothing else is
+written. Everything between the BF16 projections and the output is FP32; the output is rounded once.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
+
 from kimi_k3_decode.device import memory as mem
 from kimi_k3_decode.device.math import bf16_word_f32x2, exp, rsqrt, sigmoid, silu, warp_sum
 from kimi_k3_decode.device.sync import block_sync, grid_release, grid_wait

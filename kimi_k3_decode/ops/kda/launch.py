@@ -7,6 +7,7 @@ from kimi_k3_decode.device.launcher import PDL, KernelSpec, int32, int64, operan
 from kimi_k3_decode.ops.contract import Contract
 from kimi_k3_decode.ops.kda.kernel import Kda
 
+
 def spec(config: ModelConfig, contract: Contract) -> KernelSpec:
     q, heads = contract.parameters["q"], contract["a_log_H"].shape[0]
     if config.kda_head_dim != 128 or config.conv_width != 4:

@@ -1,8 +1,8 @@
 """mla_decode and mla_merge: flash decode over the paged latent cache, the context split over blocks, and the merge of the splits.
 
-decode: grid (split, 16 (token, head) rows, request). After the wait, tiles of 64 cached tokens are double-buffered in shared memory (cp.async
-from the pages; FP8 is widened on the way). Per tile: 1 scores, eight tokens a warp, to shared memory; 2 every warp forms the tile's
-probabilities of its 16 rows (so maxima and sums are the same bits in each) and 3 multiplies them with its 64 latent columns.
+decode: grid (split, 16 (token, head) rows, request). After the wait, tiles of 64 cached tokens are double-buffered in shared memory
+(cp.async from the pages; FP8 is widened on the way). Per tile: 1 scores, eight tokens a warp, to shared memory; 2 every warp forms the
+tile's probabilities of its 16 rows (so maxima and sums are the same bits in each) and 3 multiplies them with its 64 latent columns.
 merge: one block per (token, head); the splits are combined by their log-sum-exp in split order.
 Rounding points: exp(score - running maximum) before it meets the latents; merge once.
 """
@@ -14,10 +14,11 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
+
 from kimi_k3_decode.device import memory as mem
 from kimi_k3_decode.device.asm import emit
 from kimi_k3_decode.device.math import exp, maximum, pack_bf16, reciprocal, select, shuffle_xor
-from kimi_k3_decode.device.mma import mma, mma_pair
+from kimi_k3_decode.device.mma import mma_pair
 from kimi_k3_decode.device.sync import block_sync, grid_release, grid_wait
 from kimi_k3_decode.ops.mla.kernel import STRIP, transposed_product
 
@@ -35,7 +36,9 @@ class MlaDecode:
         self.page_tokens, self.scale, self.fp8 = page_tokens, scale, fp8
         self.width = latent + pe
         if latent % STRIP or latent > STRIP * WARPS or self.width % 32 or page_tokens % 8:
-            raise ValueError(f"MlaDecode: got latent {latent}, pe {pe}, page {page_tokens}, needs latent % 64 == 0 <= 512, width % 32, page % 8")
+            raise ValueError(
+                f"MlaDecode: got latent {latent}, pe {pe}, page {page_tokens}, needs latent % 64 == 0 <= 512, width % 32, page % 8"
+            )
         self.row_groups = -(-q * heads // 16)
         self.pitch = -(-self.width // 64) * 64 + 8
         self.q_pitch = -(-self.width // 64) * 64 + 32

@@ -14,6 +14,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
+
 from kimi_k3_decode.device import memory as mem
 from kimi_k3_decode.device.asm import emit
 from kimi_k3_decode.device.math import bf16_word_f32x2, pack_bf16, round_bf16, rsqrt, select, sigmoid, warp_sum
@@ -44,7 +45,8 @@ def transposed_product(acc: list[Any], a: Any, rows: list[Any]) -> list[Any]:
 
 
 class MlaQuery:
-    """Fixed: heads, q latent rank, nope and pe channels, kv latent, columns of the projection, tokens a request, eps, page size, FP8 cache."""
+    """Fixed: heads, q latent rank, nope and pe channels, kv latent, columns of the projection, tokens a request, eps, page size, FP8
+    cache."""
 
     def __init__(
         self, heads: int, q_rank: int, nope: int, pe: int, latent: int, proj_columns: int, q: int, eps: float, page_tokens: int, fp8: bool
@@ -233,7 +235,8 @@ class MlaQuery:
                     a = (mem.shared_b32(a_at), mem.shared_b32(high_at), mem.shared_b32(a_at + 16), mem.shared_b32(high_at + 16))
                     column = strip * STRIP + self.quad * 8
                     rows = [
-                        mem.load_weight_b128(self.w_uk, (self.head * self.nope + k + offset) * self.latent + column) for offset in (0, 1, 8, 9)
+                        mem.load_weight_b128(self.w_uk, (self.head * self.nope + k + offset) * self.latent + column)
+                        for offset in (0, 1, 8, 9)
                     ]
                     acc = transposed_product(acc, a, rows)
                 for j in cutlass.range_constexpr(8):

@@ -10,6 +10,7 @@ from kimi_k3_decode.ops.mla.kernel import MlaQuery, MlaValue
 
 PAGE_TOKENS = 64
 
+
 def query(config: ModelConfig, contract: Contract, page_tokens: int = PAGE_TOKENS) -> KernelSpec:
     heads, q = contract["w_uk_HKL"].shape[0], contract.parameters["q"]
     fp8 = contract.parameters["cache_dtype"] == "float8_e4m3fn"
@@ -34,9 +35,7 @@ def query(config: ModelConfig, contract: Contract, page_tokens: int = PAGE_TOKEN
 def decode(config: ModelConfig, contract: Contract, page_tokens: int = PAGE_TOKENS) -> KernelSpec:
     heads, q, splits = contract["q_THM"].shape[1], contract.parameters["q"], contract.parameters["splits"]
     fp8 = contract.parameters["cache_dtype"] == "float8_e4m3fn"
-    kernel = MlaDecode(
-        heads, config.kv_lora_rank, config.qk_rope_head_dim, q, splits, page_tokens, config.qk_head_dim**-0.5, fp8
-    )
+    kernel = MlaDecode(heads, config.kv_lora_rank, config.qk_rope_head_dim, q, splits, page_tokens, config.qk_head_dim**-0.5, fp8)
     names = ("q_THM", "lengths_B", "block_table_BN", "pages_STM", "partial_XTHL", "lse_XTH")
     return KernelSpec(
         op="mla_decode",

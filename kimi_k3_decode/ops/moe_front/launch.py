@@ -9,6 +9,7 @@ from kimi_k3_decode.device.tilings import choose
 from kimi_k3_decode.ops.contract import Contract
 from kimi_k3_decode.ops.moe_front.kernel import MoeFront
 
+
 def spec(config: ModelConfig, contract: Contract, tiling: Tiling | None = None) -> KernelSpec:
     """`tiling` replaces the scheduled one (tuning)."""
     router_rows, k = contract["router_ED"].shape

@@ -1,8 +1,8 @@
 """latent_reduce: the latent's sum over ranks and its RMSNorm; moe_tail: up-projection rows plus the shared experts, published.
 
-latent_reduce: one cluster a row. After the wait each thread polls its columns of every rank's slot, adds in rank order, rounds to BF16 once,
-re-arms the other parity, and the squares are summed over the cluster. moe_tail: device/skinny.py for this rank's rows; all other columns of the partial are
-the shared experts' alone and are published beside it. Before the wait only weights are read.
+latent_reduce: one cluster a row. After the wait each thread polls its columns of every rank's slot, adds in rank order, rounds to BF16
+once, re-arms the other parity, and the squares are summed over the cluster. moe_tail: device/skinny.py for this rank's rows; all other
+columns of the partial are the shared experts' alone and are published beside it. Before the wait only weights are read.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from kimi_k3_decode.device.tilings import choose
 from kimi_k3_decode.ops.contract import Contract
 from kimi_k3_decode.ops.moe_tail.kernel import LatentReduce, MoeTail
 
+
 def latent_reduce(config: ModelConfig, contract: Contract) -> KernelSpec:
     ranks = contract.parameters["tp"]
     kernel = LatentReduce(ranks, config.moe_latent_size, config.rms_norm_eps)

@@ -9,6 +9,7 @@ from kimi_k3_decode.device.tilings import choose
 from kimi_k3_decode.ops.contract import Contract
 from kimi_k3_decode.ops.o_proj.kernel import PublishedProduct
 
+
 def spec(config: ModelConfig, contract: Contract, tiling: Tiling | None = None) -> KernelSpec:
     """o_proj and dense_down: the first two operands are the activations and the weight. `tiling` replaces the scheduled one (tuning)."""
     x, weight = contract.operands[0].name, contract.operands[1].name

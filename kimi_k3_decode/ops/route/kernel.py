@@ -1,8 +1,8 @@
 """route: sigmoid + bias top-k with exact ties by lowest id, routing weights, and the lists of pairs by expert.
 
-Grid: one cluster of `list_blocks` blocks that routes, then one block a row that copies the latent box out. A row belongs to one warp, or to a
-whole block when there are few. The lists are exact integers: bit t of an expert's mask says that row t chose it, so the place of a pair is the expert's offset
-plus the rows below it, whatever the order of arrival.
+Grid: one cluster of `list_blocks` blocks that routes, then one block a row that copies the latent box out. A row belongs to one warp, or
+to a whole block when there are few. The lists are exact integers: bit t of an expert's mask says that row t chose it, so the place of a
+pair is the expert's offset plus the rows below it, whatever the order of arrival.
 Before the wait: nothing. After: polls, selection (phase 1), masks in block 0 (phase 2), offsets (phase 3), pairs (phase 4); a cluster
 barrier between phases. Only the routing weights are rounded (BF16).
 """
@@ -14,6 +14,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+
 from kimi_k3_decode.device import memory as mem
 from kimi_k3_decode.device.asm import emit
 from kimi_k3_decode.device.math import bits_f32, f32_bits, reciprocal, select, sigmoid
@@ -35,7 +36,9 @@ class Route:
         self.groups = -(-self.share // 128)
         self.rows_at_once = WARPS // parts
         if parts not in (1, WARPS) or (parts > 1 and self.share < top_k):
-            raise ValueError(f"Route: got {parts} warps a row for top {top_k} of {experts}, needs 1, or {WARPS} with at least top_k experts each")
+            raise ValueError(
+                f"Route: got {parts} warps a row for top {top_k} of {experts}, needs 1, or {WARPS} with at least top_k experts each"
+            )
         self.mask_bytes = experts * 8
         self.offset_bytes = (experts + 1) * 4
         self.sums_offset = self.mask_bytes + -(-self.offset_bytes // 64) * 64
@@ -182,8 +185,8 @@ class Route:
 
     @cute.jit
     def choose(self, row: Int32, warp: Int32, lane: Int32):
-        """Polls and re-arms this warp's logits of the row and leaves (id, score) of the z-th choice at `chosen_at(warp) + 8 z`; with several
-        warps a row, each finds the best of its part and warp 0 the best of those."""
+        """Polls and re-arms this warp's logits of the row and leaves (id, score) of the z-th choice at `chosen_at(warp) + 8 z`; with
+        several warps a row, each finds the best of its part and warp 0 the best of those."""
         share = self.share
         begin = warp * share if self.parts > 1 else Int32(0)
         end = cutlass.min(begin + share, Int32(self.experts))
@@ -212,7 +215,7 @@ class Route:
             self.take_best(keys, scores, ids, n, warp)
         if cutlass.const_expr(self.parts > 1):
             block_sync()
-            if cutlass.const_expr(not self.forced):
+            if cutlass.const_expr(not self.forced):  # noqa: SIM102 - one is decided while tracing, the other on the device
                 if warp == 0:
                     self.merge(lane)
         else:

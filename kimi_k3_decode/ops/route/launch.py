@@ -7,6 +7,7 @@ from kimi_k3_decode.device.launcher import PDL, ROWS, KernelSpec, health, no_sca
 from kimi_k3_decode.ops.contract import Contract
 from kimi_k3_decode.ops.route.kernel import WARPS, Route
 
+
 def spec(config: ModelConfig, contract: Contract) -> KernelSpec:
     """Up to 8 rows a block shares a row (where its warps all get enough experts), above a warp has one; one block for a single row."""
     forced, rows = contract.parameters["forced"], contract.parameters["rows"]
@@ -21,9 +22,10 @@ def spec(config: ModelConfig, contract: Contract) -> KernelSpec:
         list_blocks=list_blocks,
         parts=parts,
     )
+    suffix = "-forced" if forced else ""
     return KernelSpec(
         op="route",
-        variant=f"e{config.n_experts}-z{config.n_experts_per_token}-l{config.moe_latent_size}-b{list_blocks}x{parts}{'-forced' if forced else ''}",
+        variant=f"e{config.n_experts}-z{config.n_experts_per_token}-l{config.moe_latent_size}-b{list_blocks}x{parts}{suffix}",
         make=lambda: kernel,
         params=(
             operand(contract, "logits_TE"),

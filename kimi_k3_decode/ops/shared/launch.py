@@ -9,6 +9,7 @@ from kimi_k3_decode.device.tilings import choose
 from kimi_k3_decode.ops.contract import Contract
 from kimi_k3_decode.ops.shared.kernel import Down, GatedUp
 
+
 def up(config: ModelConfig, contract: Contract, tiling: Tiling | None = None) -> KernelSpec:
     """shared_up and dense_up. `tiling` replaces the scheduled one (tuning)."""
     both, k = contract["gate_up_ID"].shape
