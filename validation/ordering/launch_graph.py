@@ -16,6 +16,7 @@ from validation.ordering.graph_order import Access, EdgeKind, Moment, Order, Rac
 from validation.ordering.model import Finding
 
 MAX_RACES_PER_BUFFER = 12
+MAX_CHAINS = 100  # of one graph: one broken edge can unorder thousands of pairs, and the first chains tell why
 
 
 def find_races(graph: StepGraph) -> list[Race]:
@@ -24,12 +25,13 @@ def find_races(graph: StepGraph) -> list[Race]:
     by_copy: dict[str, list[Access]] = {}
     for access in accesses(graph):
         by_copy.setdefault(access.copy, []).append(access)
-    races: list[Race] = []
+    pairs: list[tuple[Access, Access]] = []
     for _, found in sorted(by_copy.items()):
         if any(access.writes for access in found):
-            pairs = list(_unordered(found, order))[:MAX_RACES_PER_BUFFER]
-            races += [Race(first=a, second=b, chain=tuple(_chain(graph, order, a, b))) for a, b in pairs]
-    return races
+            pairs += itertools.islice(_unordered(found, order), MAX_RACES_PER_BUFFER)
+    links = _links(graph) if pairs else nx.DiGraph()
+    explained = [tuple(_chain(graph, links, order, a, b)) if number < MAX_CHAINS else () for number, (a, b) in enumerate(pairs)]
+    return [Race(first=a, second=b, chain=chain) for (a, b), chain in zip(pairs, explained, strict=True)]
 
 
 def check_graph(graph: StepGraph, source: str = "") -> tuple[Finding, ...]:
@@ -95,19 +97,24 @@ def _disjoint(a: Access, b: Access) -> bool:
 
 
 # ---- explaining ----
-def _chain(graph: StepGraph, order: Order, first: Access, second: Access) -> list[str]:
-    """The shortest way from the first launch to the second over edges of any kind, each hop with what it guarantees."""
+def _links(graph: StepGraph) -> nx.DiGraph:
+    """Edges of any kind and messages, for looking up the shortest way between two launches."""
     links = nx.DiGraph()
     for edge in graph.edges:
         links.add_edge(edge.source, edge.target, kind=edge.kind, why=edge.why)
     for sender, taker, buffer in _messages(graph):
         links.add_edge(sender, taker, kind=None, why=f"message in {buffer}")
+    return links
+
+
+def _chain(graph: StepGraph, links: nx.DiGraph, order: Order, first: Access, second: Access) -> list[str]:
+    """The shortest way from the first launch to the second over edges of any kind, each hop with what it guarantees."""
     source, target = first.node.id, second.node.id
     try:
         path = nx.shortest_path(links, source, target)
     except (nx.NetworkXNoPath, nx.NodeNotFound):
         return [f"no edge, event or message leads from {source} to {target}"]
-    nodes = {node.id: node for node in graph.nodes}
+    nodes = {name: graph.nodes[order.index[name]] for name in path}
     lines = []
     for a, b in itertools.pairwise(path):
         link = links.edges[a, b]
@@ -141,12 +148,19 @@ def _programmatic_words(waits: Waits, target: str, source: str) -> str:
 
 
 def _messages(graph: StepGraph) -> Iterator[tuple[str, str, str]]:
-    for sender in graph.nodes:
-        for use in sender.uses:
+    """(sender, taker, buffer) of the n-th message of each rank and the n-th consumption of it."""
+    sent: dict[tuple[str, int], list[str]] = {}
+    taken: dict[tuple[str, int], list[str]] = {}
+    for node in graph.nodes:
+        for use in node.uses:
             if use.publishes:
-                for taker in graph.nodes:
-                    if taker is not sender and any(u.consumes and u.buffer == use.buffer for u in taker.uses):
-                        yield sender.id, taker.id, use.buffer
+                sent.setdefault((use.buffer, node.rank), []).append(node.id)
+            if use.consumes:
+                taken.setdefault((use.buffer, node.rank), []).append(node.id)
+    for (buffer, _), senders in sent.items():
+        for (other, _), takers in taken.items():
+            if buffer == other:
+                yield from ((a, b, buffer) for a, b in zip(senders, takers, strict=False) if a != b)
 
 
 def _race_finding(race: Race, source: str) -> Finding:
