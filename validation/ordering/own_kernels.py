@@ -57,11 +57,13 @@ class OwnKernel:
         for param in self.params:
             pointer = param["kind"] in REASONS
             role = Role(param["role"]) if pointer and param["kind"] != "absent" else Role.UNKNOWN if pointer else Role.SCALAR
-            role = Role.STATE if param["kind"] == "health" else role  # one sticky word: no payload stands behind it
+            # Neither is a message: the health word is one sticky word, and the re-armed parity is this rank's own until the next exchange.
+            role = {"health": Role.STATE, "other": Role.SCRATCH}.get(param["kind"], role)
             role = (changed or {}).get(param["name"], role)
             reason = REASONS.get(param["kind"], "scalar").format(op=self.op, role=role.value)
             for _ in range(param["count"]):
-                entries[(index, 0)] = RoleEntry(role=role, reason=reason, name=param["name"])
+                name = param["name"] + (" (re-armed)" if param["kind"] == "other" else "")
+                entries[(index, 0)] = RoleEntry(role=role, reason=reason, name=name)
                 index += 1
         return RoleMap(by_index=entries, source="contract")
 
