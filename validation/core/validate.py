@@ -180,13 +180,13 @@ def load_policy_limits(path: Path) -> tuple[Mapping[str, Mapping[str, Any]], str
     return policy.limits, policy.digest
 
 
-def judge_run(run_dir: Path, *, policy: Path, claims: Sequence[Claim]) -> Result:
-    """Judge stored evidence and write verdict.json; the records are only read. Raises HarnessError."""
+def verdict_of(run_dir: Path, *, policy: Path, claims: Sequence[Claim]) -> Verdict:
+    """Judge stored evidence; nothing is written. Raises HarnessError."""
     run = read_run(run_dir)
     plan = jsonio.decode(Plan, read_json(run_dir / PLAN_FILE), PLAN_FILE)
     settings = jsonio.decode(Settings, run.config["settings"], "settings")
     limits, digest = load_policy_limits(policy)
-    verdict = judge(
+    return judge(
         run=run.id,
         profile=run.profile,
         lanes=settings.lanes,
@@ -196,6 +196,11 @@ def judge_run(run_dir: Path, *, policy: Path, claims: Sequence[Claim]) -> Result
         policy_limits=limits,
         policy_digest=digest,
     )
+
+
+def judge_run(run_dir: Path, *, policy: Path, claims: Sequence[Claim]) -> Result:
+    """Judge stored evidence and write verdict.json; the records are only read. Raises HarnessError."""
+    verdict = verdict_of(run_dir, policy=policy, claims=claims)
     body = {**jsonio.plain(verdict), "claim_texts": {c.id: jsonio.plain(c) for c in claims}}
     write_atomically(run_dir / VERDICT_FILE, json.dumps(body, indent=1, allow_nan=False).encode() + b"\n")
     if policy.exists():

@@ -80,11 +80,14 @@ def compiler_version(root: Path = PROJECT_ROOT) -> str:
 
 
 class _Tree:
-    """Sources of one checkout with their imports, each read once."""
+    """Sources of one checkout with their imports; a file is parsed again only when it changed."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._read = functools.cache(self._parse)
+
+    def _read(self, path: Path) -> tuple[str, tuple[Path, ...]]:
+        state = path.stat()
+        return _parse(self._root, path, state.st_mtime_ns, state.st_size)
 
     def digest(self, files: Iterable[Path], *, follow: bool = True) -> str:
         """Over the given files and, with `follow`, every project file they import, whatever the order."""
@@ -98,28 +101,32 @@ class _Tree:
         lines = [f"{path.relative_to(self._root).as_posix()} {self._read(path)[0]}" for path in sorted(seen)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
-    def _parse(self, path: Path) -> tuple[str, list[Path]]:
-        try:
-            tree = ast.parse(path.read_text())
-        except (SyntaxError, ValueError) as error:
-            raise HarnessError(f"freshness: got {error} in {path}, needs Python that parses") from None
-        text = "".join(_canonical(_without_docstrings(tree)))
-        return hashlib.sha256(text.encode()).hexdigest(), list(self._imported(path, tree))
 
-    def _imported(self, path: Path, tree: ast.AST) -> Iterator[Path]:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                parent = ".".join(path.relative_to(self._root).parts[: -node.level]) if node.level else ""
-                module = ".".join(filter(None, (parent, node.module)))
-                names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
-            else:
-                continue
-            for name in names:
-                if name.split(".")[0] == PACKAGE:
-                    base = self._root.joinpath(*name.split("."))
-                    yield from (p for p in (base.with_suffix(".py"), base / "__init__.py") if p.exists())
+@functools.lru_cache(maxsize=4096)
+def _parse(root: Path, path: Path, mtime_ns: int, size_bytes: int) -> tuple[str, tuple[Path, ...]]:
+    """Digest of what one file executes, and the project files it imports."""
+    try:
+        tree = ast.parse(path.read_text())
+    except (SyntaxError, ValueError) as error:
+        raise HarnessError(f"freshness: got {error} in {path}, needs Python that parses") from None
+    text = "".join(_canonical(_without_docstrings(tree)))
+    return hashlib.sha256(text.encode()).hexdigest(), tuple(_imported(root, path, tree))
+
+
+def _imported(root: Path, path: Path, tree: ast.AST) -> Iterator[Path]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parent = ".".join(path.relative_to(root).parts[: -node.level]) if node.level else ""
+            module = ".".join(filter(None, (parent, node.module)))
+            names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        for name in names:
+            if name.split(".")[0] == PACKAGE:
+                base = root.joinpath(*name.split("."))
+                yield from (p for p in (base.with_suffix(".py"), base / "__init__.py") if p.exists())
 
 
 def _without_docstrings(tree: ast.Module) -> ast.Module:

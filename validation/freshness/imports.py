@@ -94,7 +94,8 @@ def import_raw(folder: Path, root: Path, renew: str) -> Path:
     digests = read_json(folder / DIGESTS_FILE)
     if not isinstance(digests, dict):
         raise HarnessError(f"{DIGESTS_FILE}: got a {type(digests).__name__}, needs one object of digests")
-    records, hardware = [], {}
+    records: list[Evidence] = []
+    hardware: dict[str, Any] = {}
     launches = folder_of_launch()
     for path in sorted(folder.glob("*.jsonl")):
         for number, text in enumerate(path.read_text().splitlines(), start=1):

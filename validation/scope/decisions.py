@@ -147,9 +147,9 @@ class FallbackCheck(_Decision):
         )
 
     def measure(self, case: Case, targets: Mapping[str, Target]) -> tuple[tuple[Measurement, ...], Mapping[str, Any]]:
-        from kimi_k3_decode.config import NANO
+        from kimi_k3_decode.config import NANO, Shard
         from kimi_k3_decode.plan import SPECIALIZED_BACKEND, Deployment, Plan
-        from kimi_k3_decode.step import SpecializedPath
+        from kimi_k3_decode.step import SpecializedPath, launch_graph
         from kimi_k3_decode.stock import StockPath
         from kimi_k3_decode.weights import random_weights
 
@@ -166,7 +166,7 @@ class FallbackCheck(_Decision):
             wrong += ran != wanted or decision.path != wanted
             unexplained += not decision.reason
             if ran == "specialized":
-                planned = [launch.id for launch in specialized.graphs(decision.requests * q, q)[0]]
+                planned = [launch.id for launch in launch_graph(NANO, Shard(config=NANO), decision.requests * q, q)]
                 off_plan += len(set(planned) ^ set(specialized.executed))
             rows.append([name, requests * q, ran, len(specialized.executed), decision.reason])
         table = {"title": "Where each step ran", "columns": ["step", "rows", "path", "specialised launches", "reason"], "rows": rows}
@@ -208,17 +208,18 @@ class RankUniformCheck(_Decision):
         )
 
     def measure(self, case: Case, targets: Mapping[str, Target]) -> tuple[tuple[Measurement, ...], Mapping[str, Any]]:
-        from kimi_k3_decode.config import K3, Shard, Unsupported
-        from kimi_k3_decode.plan import Plan, agree
-        from kimi_k3_decode.step import launch_graph
+        from kimi_k3_decode.config import K3, NANO, Shard, Unsupported
+        from kimi_k3_decode.plan import SPECIALIZED_BACKEND, Deployment, Plan, agree
+        from kimi_k3_decode.step import launch_graph, plan_digest
 
         tp = int(case.params["tp"])
-        digests = [Plan.make(K3, supported_k3(tensor_parallel=tp)).digest() for _ in range(2)]  # a rank's number is no input of it
+        # The digest of a start-up, whose inputs are the same code for every model; nano's graphs are the small ones.
+        deployment = Deployment(speculation="dspark", drafts=7, decode_backend=SPECIALIZED_BACKEND)
+        digests = [Plan.make(NANO, deployment).digest() for _ in range(2)]
         lists = set()
         for rank in range(tp):
-            launches = launch_graph(K3, Shard(config=K3, tp=tp, rank=rank), 8, 8)
-            lists.add(tuple((launch.id, launch.stream, launch.pdl, launch.contract.digest()) for launch in launches))
-        odd = Plan.make(K3, supported_k3(tensor_parallel=tp, kv_cache_dtype="float8_e4m3fn")).digest()
+            lists.add(plan_digest(launch_graph(K3, Shard(config=K3, tp=tp, rank=rank), 8, 8)))  # leaves the rank's own number out
+        odd = Plan.make(NANO, dataclasses.replace(deployment, kv_cache_dtype="float8_e4m3fn")).digest()
         try:
             agree([*digests, odd])
             noticed = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -116,11 +117,13 @@ def imports(change: Change, policy: Policy) -> tuple[ScopeFinding, ...]:
 
 
 def _default_of(name: str, text: str) -> tuple[int, object] | None:
-    """(line, value) of the flag's literal default: an assignment, an annotated field, a keyword argument's default, or a dict entry."""
+    """(line, value) of the flag's default: an assignment, an annotated field, a keyword argument's default, or a dict entry, spelled as a
+    literal or as a constant that the same file assigns once, at its top level."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return None
+    constants = _constants(tree)
     for node in ast.walk(tree):
         pairs: list[tuple[object, ast.expr | None]] = []
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -135,9 +138,28 @@ def _default_of(name: str, text: str) -> tuple[int, object] | None:
         elif isinstance(node, ast.Dict):
             pairs = [(k.value, v) for k, v in zip(node.keys, node.values, strict=True) if isinstance(k, ast.Constant)]
         for key, value in pairs:
+            if key == name and isinstance(value, ast.Name) and value.id in constants:
+                return value.lineno, constants[value.id]
             if key == name and isinstance(value, ast.Constant):
                 return value.lineno, value.value
     return None
+
+
+def _constants(tree: ast.Module) -> dict[str, object]:
+    """Names that a file assigns exactly once, to a literal, at its top level."""
+    stored = Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    found: dict[str, object] = {}
+    for node in tree.body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign):
+            continue
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            pairs: list[tuple[ast.expr, ast.expr | None]] = [(target, node.value)]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(target.elts, node.value.elts, strict=False))
+            for name, value in pairs:
+                if isinstance(name, ast.Name) and stored[name.id] == 1 and isinstance(value, ast.Constant):
+                    found[name.id] = value.value
+    return found
 
 
 def default(change: Change, policy: Policy) -> tuple[ScopeFinding, ...]:

@@ -94,6 +94,10 @@ def test_a_clean_change_has_no_finding(repository: Path, commit: bool) -> None:
         ({"engine/model.py": ""}, [("P-ISO-1", "engine/model.py", 0)]),
         ({"engine/fast/__init__.py": 'decode_backend = "latency_specialized"\n'}, [("P-OPT-1", "engine/fast/__init__.py", 1)]),
         ({"engine/fast/__init__.py": "\n"}, [("P-OPT-1", "engine/fast/__init__.py", 0)]),
+        ({"engine/fast/__init__.py": 'A = "auto"\ndecode_backend = A\n'}, []),
+        ({"engine/fast/__init__.py": 'A, B = "auto", "fast"\ndecode_backend: str = A\n'}, []),
+        ({"engine/fast/__init__.py": 'A = "fast"\ndecode_backend = A\n'}, [("P-OPT-1", "engine/fast/__init__.py", 2)]),
+        ({"engine/fast/__init__.py": 'A = "auto"\nA = "fast"\ndecode_backend = A\n'}, [("P-OPT-1", "engine/fast/__init__.py", 0)]),
         (
             {"engine/fast/a.py": 'import os\nA = os.environ.get("FAST_MODE")\nB = os.getenv("FAST_DEBUG")\n'},
             [("P-OPT-2", "engine/fast/a.py", 2)],
