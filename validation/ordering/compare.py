@@ -100,7 +100,7 @@ def _stage(subject: Subject, side: PtxSide, finding: Finding, places: dict[tuple
     if stage is Stage.NVVM and where[2] == "read":
         return replace(
             finding, rule="MO002", stage=stage, fix=_moved_fix(finding),
-            message=f"{finding.message}; its source line lies after the wait, but it comes before it in the PTX: the front end moved it",
+            message=f"{finding.message}; by its source line it belongs behind the wait, but the PTX has it before: the front end moved it",
         )  # fmt: skip
     return replace(finding, stage=stage, details={**finding.details, "in_ptx": "before the wait too"})
 
@@ -115,15 +115,19 @@ def _with_line(side: PtxSide, finding: Finding, record: Record) -> Finding:
 
 
 def _source_stage(side: PtxSide, record: Record) -> Stage:
-    """NVVM when the source line of the access lies behind the wait's in the same file, SOURCE when before it, else unknown."""
+    """NVVM when the source line of the access lies behind the wait's in the same file, SOURCE when before it, else unknown.
+
+    Line 0 in code that otherwise has lines also means NVVM: LLVM drops the location of an instruction that it hoists or merges.
+    """
     own = side.lowered.sources[record.code.pc // 16]
     if not own.source_line:
-        return Stage.UNKNOWN
+        dropped = bool(own.source_file) and any(source.source_line for source in side.lowered.sources)
+        return Stage.NVVM if dropped else Stage.UNKNOWN
     polled = {side.lowered.sources[pc // 16].line for pc in side.subject.analysis.program.resolver.ended_polls}
     waits = [s for s in side.lowered.sources if s.opcode == "griddepcontrol.wait"]
     waits = waits or [s for s in side.lowered.sources if s.line in polled]
-    lines = [s.source_line for s in waits if s.source_file == own.source_file]
-    if not lines or not all(lines):
+    lines = [s.source_line for s in waits if s.source_line and s.source_file == own.source_file]
+    if not lines:
         return Stage.UNKNOWN
     return Stage.NVVM if own.source_line > max(lines) else Stage.SOURCE
 

@@ -327,7 +327,7 @@ def written_weights(subject: Subject) -> list[Finding]:
             if subject.role(ref) is Role.WEIGHT and not mixed_write(subject, record):
                 message = f"{subject.name(ref)} is declared a weight but is written at {record.code.pc:#x}"
                 found.setdefault((record.code.pc, ref), subject.finding("MO013", message, record, ref))
-    return [found[key] for key in sorted(found)]
+    return merged([found[key] for key in sorted(found)])
 
 
 def mixed_write(subject: Subject, record: Record) -> bool:
