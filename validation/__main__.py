@@ -128,14 +128,26 @@ def list_(config: Config = None, runs_dir: RunsDir = None) -> None:
 
 
 @app.command()
-def verify(run_dir: RunArgument = None, config: Config = None) -> None:
-    """Find edited, dropped, reordered or foreign records of a run (seconds)."""
+def verify(
+    run_dir: RunArgument = None,
+    sign: Annotated[Path | None, typer.Option(help="PEM private key: sign the run's attestation when it verifies.")] = None,
+    attest: Annotated[bool, typer.Option("--attest", help="Write the attestation, unsigned unless --sign is given.")] = False,
+    key: Annotated[Path | None, typer.Option(help="PEM public key that must have signed the attestation.")] = None,
+    config: Config = None,
+) -> None:
+    """Find edited, dropped, reordered or foreign records of a run, and check or make its attestation (seconds)."""
+    from validation.core import attest as attestation
     from validation.core.verify import verify as verify_run
 
-    result = verify_run(_find_run(run_dir, _settings(config)))
-    for problem in result.problems:
-        print(f"{problem.kind}: {problem.where}: {problem.message}", file=sys.stderr)
-    _finish(0 if result.intact else 1, **dataclasses.asdict(result) | {"intact": result.intact})
+    folder = _find_run(run_dir, _settings(config))
+    result = verify_run(folder)
+    made = attestation.attest(folder, sign) if result.intact and (attest or sign is not None) else {}
+    unattested = attestation.check(folder, key)
+    for line in (*(f"{p.kind}: {p.where}: {p.message}" for p in result.problems), *unattested):
+        print(line, file=sys.stderr)
+    intact = result.intact and not unattested
+    fields = dataclasses.asdict(result) | {"attestation_problems": unattested, **made}
+    _finish(0 if intact else 1, **fields | {"intact": intact, "verdict": "intact" if intact else "changed"})
 
 
 @app.command()

@@ -86,6 +86,7 @@ def _verify_line(line: bytes, where: str, run_id: str, head: str, seen: set[Any]
         identity, run, previous = record["id"], record["run"], record["previous"]
         case = record["case"]
         key = (record["check"], case["subject"], jsonio.dumps(case["params"]), case["seed"], record["rank"])
+        hash(key)
     except (HarnessError, KeyError, TypeError):
         return [Problem(kind="unreadable", where=where, message=_why_unreadable(line, where))]
     found = []

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from validation.core import jsonio
+from validation.core.attest import ATTESTATION_FILE
 from validation.core.settings import PROJECT_ROOT
 from validation.core.store import EVIDENCE_FILE, MANIFEST_FILE, PLAN_FILE, RUN_FILE, read_evidence, read_run
 from validation.core.types import Evidence, HarnessError, Run
@@ -204,8 +205,9 @@ def publish(run_dir: Path, root: Path = PUBLISHED) -> Path:
 
 
 def sealed_files(run_dir: Path) -> list[Path]:
-    """The files that the manifest of a run covers, and the manifest."""
-    top = [run_dir / name for name in (RUN_FILE, PLAN_FILE, EVIDENCE_FILE, MANIFEST_FILE)]
+    """The files that the manifest of a run covers, the manifest, and the attestation where there is one."""
+    names = (RUN_FILE, PLAN_FILE, EVIDENCE_FILE, MANIFEST_FILE, ATTESTATION_FILE)
+    top = [run_dir / name for name in names if (run_dir / name).exists()]
     artifacts = [path for path in sorted((run_dir / "artifacts").rglob("*")) if path.is_file() and not path.is_symlink()]
     return [*top, *artifacts]
 
