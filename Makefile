@@ -17,7 +17,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(if $(shell command -v $(name)),$(name))))
 TORCH := torch==2.13.0
-STAMP := $(VENV)/.installed-$(shell cat pyproject.toml Makefile | cksum | cut -d' ' -f1)
+STAMP := $(VENV)/.installed-$(shell { cat pyproject.toml; echo "$(TORCH)"; } | cksum | cut -d" " -f1)
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 TORCH_OPTIONS := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
@@ -32,7 +32,7 @@ help: ## This list
 
 setup: $(STAMP) ## Create .venv and install (minutes and about 2 GB once; network; no GPU)
 
-$(STAMP): pyproject.toml Makefile
+$(STAMP):
 	@test -n "$(PYTHON)" || { echo "setup: got no python3, needs Python 3.11 or newer; install it or set PYTHON=" >&2; exit 3; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"setup: got Python {v[0]}.{v[1]}, needs 3.11 or newer; set PYTHON=")'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
