@@ -68,7 +68,7 @@ def run(
     candidate: Annotated[str, typer.Option(help="specialized | stock | a mutant's id | module:factory")] = "specialized",
     checkpoint: Annotated[str, typer.Option(help="Checkpoint folder.")] = Settings.checkpoint,
     seed: Annotated[int, typer.Option(help="Base of the sampling seeds.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder of the per-item records; the same folder resumes.")] = Path("reports/evals"),
+    out: Annotated[Path, typer.Option(help="Folder of the per-item records; the same folder resumes.")] = Path(".cache/evals"),
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bars.")] = False,
 ) -> None:
     """Run suites on stock and candidate and judge them (nano: minutes on two cores, no GPU)."""

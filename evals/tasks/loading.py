@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import datasets
 import lm_eval
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks._yaml_loader import load_yaml
@@ -124,6 +125,8 @@ def _guard(suite: str, config: Mapping[str, Any]) -> None:
 def load_task(suite: str, repeats: int | None = None) -> RepeatedTask:
     """A task with its data. Raises HarnessError when the data are neither local nor reachable."""
     config = task_config(suite, repeats)
+    noisy = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
     try:
         return RepeatedTask(config=config)
     except Exception as error:
@@ -132,3 +135,6 @@ def load_task(suite: str, repeats: int | None = None) -> RepeatedTask:
             f"task {suite}: got {type(error).__name__}: {error} while loading {where}, needs its data; "
             "put the files under K3_EVAL_DATA or allow access to the hub"
         ) from error
+    finally:
+        if noisy:
+            datasets.enable_progress_bars()

@@ -53,7 +53,7 @@ def mrcr_rows(n: int, rng: random.Random) -> list[dict]:
     return rows
 
 
-SIZES = {"gsm8k_nano": 300, "gpqa_diamond_nano": 198, "aime25_nano": 30, "mrcr_nano": 120}
+SIZES = {"gsm8k_nano": 240, "gpqa_diamond_nano": 198, "aime25_nano": 30, "mrcr_nano": 120}
 MAKERS = {"gsm8k_nano": gsm8k_rows, "gpqa_diamond_nano": gpqa_rows, "aime25_nano": aime_rows, "mrcr_nano": mrcr_rows}
 
 
