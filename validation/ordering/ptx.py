@@ -22,6 +22,7 @@ _PARAM = re.compile(
     r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s*(?:\.ptr\s*(?:\.(?:global|shared|const|local)\s*)?(?:\.align\s+(\d+)\s*)?)?([\w$%]+)(?:\s*\[\s*(\d+)\s*\])?"
 )
 _LABEL = re.compile(r"^([\w$%]+):\s*")
+_ONLY_LABELS = re.compile(r"(?:[\w$%]+:\s*)+")
 _GUARD = re.compile(r"^@(!?)\s*(%?[\w$]+)\s+")
 _REGISTER_NAMES = re.compile(r"\.reg\s+(?:\.v\d\s+)?\.\w+\s+(.*)$", re.DOTALL)
 _WORD = re.compile(r"%?[A-Za-z_$][\w$]*")
@@ -237,6 +238,9 @@ def parse_ptx(text: str, path: str = "") -> list[PtxKernel]:
             file, number = where[marks[position]]
             current.source = (files.get(file, ""), number)
             position += 1
+        if ender == "{" and piece and not held and _ONLY_LABELS.fullmatch(piece):
+            current.statement(line, piece)  # a label in front of a scope
+            piece = ""
         if ender == "{" and piece:
             held, held_line, inside_vector = [*(held or []), piece, "{"], held_line if held else line, True
         elif ender == "}" and inside_vector:

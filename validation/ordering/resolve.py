@@ -109,6 +109,10 @@ class Resolver:
         bases: set[ParamRef] = set()
         symbols: list[str] = []
         unknown, space = False, "global"
+        windows = [source[0] for source in self.domain.listed(high)]
+        if windows and all(kind in ("window", "driver") for kind in windows):
+            # The high half alone places a generic address in the shared (also another block's) or local window.
+            return Resolved(frozenset(), False, "shared" if "window" in windows else "local")
         for source in self.domain.listed(low):
             kind = source[0]
             if kind == "param" and source[1] % 8 == 0 and high & self.domain.bit(("param", source[1] + 4)):

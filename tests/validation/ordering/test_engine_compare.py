@@ -142,6 +142,14 @@ def test_unknown_ptx_is_noted_and_the_rest_still_read():
     assert [str(ref) for record in analysis.records if record.site for ref in record.resolved.bases] == ["p0"]
 
 
+def test_label_in_front_of_a_scope():
+    result, analysis = lowered(
+        "bra AGAIN; AGAIN:\n{ .reg .pred q; setp.ne.u32 q,%r9,0; @q bra DONE; }\nDONE: ld.global.f32 %f1,[%rd6]; ret; }"
+    )
+    assert result.notes == []
+    assert [str(ref) for record in analysis.records if record.site for ref in record.resolved.bases] == ["p0"]
+
+
 @pytest.mark.parametrize("text", ["", "hello", ".version 8.8\n.target sm_90a\n.visible .entry k() { ret;", "\x00\x01"])
 def test_not_ptx_or_truncated(text):
     with pytest.raises(PtxError):

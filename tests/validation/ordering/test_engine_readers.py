@@ -129,6 +129,13 @@ def test_unknown_instruction_is_noted_and_taints():
     assert [finding.rule for finding in result.findings] == ["MO013"]
 
 
+def test_generic_load_of_another_blocks_shared_memory_is_no_global_access():
+    rows = ["S2UR UR5,SR_SWINHI", "S2UR UR4,SR_CgaCtaId", "UPRMT UR4,UR4,0x654,URZ", "LD.E R4[RZ.U32+UR4]", "ACQBULK", "EXIT"]
+    result = audit_kernel(handmade(rows), ROLES, None, LaunchFacts(pdl=True))
+    assert result.accesses == ()
+    assert result.findings == ()
+
+
 def test_kernel_without_instructions_is_never_clean():
     result = audit_kernel(handmade([]), ROLES)
     assert not result.complete

@@ -24,7 +24,8 @@ def crowded(arch: str, bounds: str, pragma: str) -> str:
     lines += [f"add.s64 %rd{i},%rd{i},%rd31;" for i in range(POINTERS)]
     for i in range(VALUES):
         lines.append(
-            f"ld.volatile.global.f32 %f{100 + i},[%rd{(i + 3) % POINTERS}+{8 * i}]; fma.rn.f32 %f{i},%f{i},%f{(i + 7) % VALUES},%f{100 + i};"
+            f"ld.volatile.global.f32 %f{100 + i},[%rd{(i + 3) % POINTERS}+{8 * i}];"
+            f" fma.rn.f32 %f{i},%f{i},%f{(i + 7) % VALUES},%f{100 + i};"
         )
     lines.append("add.u32 %r3,%r3,1; setp.lt.u32 %p1,%r3,%r2; @%p1 bra LOOP;")
     lines += [f"st.global.f32 [%rd{i % POINTERS}+{4 * i}],%f{i};" for i in range(VALUES)]
