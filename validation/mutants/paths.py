@@ -221,6 +221,14 @@ def _last_tile_lost(real: Any, config: Any, contract: Any, operands: Any, arithm
     return real(config, contract, {**operands, "x_TD": short}, arithmetic)
 
 
+def _last_tile_unwritten(real: Any, config: Any, contract: Any, operands: Any, arithmetic: Any) -> dict[str, torch.Tensor]:
+    """The last tile of columns is computed but never stored: the buffer holds there whatever it held before."""
+    out = real(config, contract, operands, arithmetic)
+    stored = torch.empty_like(out["proj_TP"])
+    stored[:, :-16] = out["proj_TP"][:, :-16]
+    return {**out, "proj_TP": stored}
+
+
 # ---- faults in one weight ----
 def _scale_dropped(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Expert 3 of every layer is read with scale 1 (E8M0 code 127)."""
@@ -292,6 +300,14 @@ PATH_MUTANTS: Mapping[str, PathMutant] = {
             "numerics.slots",
             "C-NUM-1",
             wrap={"kda": _slots_assumed_dense},
+        ),
+        _m(
+            "last_tile_unwritten",
+            "F15",
+            "a tile of the projection is never stored",
+            "schedule.poison",
+            "C-SCHED-1",
+            wrap={"in_proj": _last_tile_unwritten},
         ),
         _m("null_slot_written", "F12", "the null slot is written", "numerics.slots", "C-NUM-1", wrap={"kda": _null_slot_written}),
         _m(

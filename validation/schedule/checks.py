@@ -52,6 +52,14 @@ LIMITS: Mapping[str, tuple[Limit, ...]] = {
         _zero("out_of_bounds", "a range ends within its buffer"),
         _least("ranges", 1),
     ),
+    "schedule.acceptance": (
+        _zero("steps_wrong", "greedy speculation gives the tokens of plain greedy decode"),
+        _zero("rows_ignored", "each draft row's logits depend on its token"),
+        Limit(measurement="length_error", op="<=", bound=1e-9, unit="tokens", why="the counted length is the scripted one"),
+        Limit(measurement="emitted_error", op="<=", bound=1e-9, unit="tokens", why="AL is tokens gained over verify steps"),
+        Limit(measurement="synthetic_error", op="<=", bound=0.02, unit="share", why="realised AL within the tolerance of the policy"),
+        _least("steps", 8),
+    ),
     "schedule.graph": (
         _zero("races", "every two conflicting accesses of a buffer are ordered by edges, waits or messages"),
         _least("launches", 1),
@@ -100,6 +108,12 @@ def checks() -> list[Check]:
             must_kill=("edge_to_shared_dropped", "edge_to_tail_dropped"),
         ),
         ScheduleCheck(
+            id="schedule.acceptance",
+            planned=(Case(subject="speculation"),),
+            must_kill=("al_off_by_one", "row_zero_dropped", "synthetic_too_long"),
+            roles=("candidate", "oracle", "stock"),
+        ),
+        ScheduleCheck(
             id="schedule.ranks",
             planned=tuple(Case(subject="ranks", params={"tp": tp}) for tp in (2, 4)),
             must_kill=("one_box_parity",),
@@ -107,7 +121,7 @@ def checks() -> list[Check]:
         ScheduleCheck(
             id="schedule.poison",
             planned=tuple(Case(subject="step", params={"requests": n, "q": q}) for n, q in ((3, 1), (9, 1), (3, 4))),
-            must_kill=("shared_reads_stale", "tail_rows_unwritten"),
+            must_kill=("tail_before_shared", "last_tile_unwritten"),
         ),
         ScheduleCheck(id="schedule.replay", planned=(Case(subject="steps", params={"replays": REPLAYS}),), must_kill=("parity_baked",)),
     ]

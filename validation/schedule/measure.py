@@ -11,6 +11,7 @@ from kimi_k3_decode.cache import Caches
 from kimi_k3_decode.weights import ModelWeights
 from validation.core.types import Case, Measurement
 from validation.numerics.slices import cached_bits, draw_tokens, prefilled, rows_that_differ
+from validation.schedule.acceptance import measure_acceptance
 from validation.schedule.execution import LastOfAll, Poison, build, model_for, nan_in_new_memory
 from validation.schedule.static import measure_graph, measure_messages, measure_prefetch
 
@@ -99,7 +100,11 @@ def measure_poison(case: Case, targets: Mapping[str, Any]) -> Result:
     base = prefilled(weights, [4 + 9 * i for i in range(n)], q_max=q, seed=seed)
     steps = [(n, q, 1 + step % q) for step in range(3)]
     clean = base.fork()
-    logits = _rollout(targets["candidate"].build(weights), clean, weights, seed, steps)
+    try:
+        logits = _rollout(targets["candidate"].build(weights), clean, weights, seed, steps)
+    except Exception as error:
+        errors = [f"{type(error).__name__}: {error}"[:300]]
+        return counts(rows_changed=0, cache_changed=0, broken=1, rows=0, unwritten=0, poisoned=0), {"errors": errors}
     compared = _Compared(logits, cached_bits(clean, range(n)))
     poisons: list[Poison] = []
 
@@ -158,6 +163,7 @@ MEASURES: Mapping[str, Callable[[Case, Mapping[str, Any]], Result]] = {
     "schedule.ranks": torch.inference_mode()(measure_ranks),
     "schedule.poison": torch.inference_mode()(measure_poison),
     "schedule.replay": torch.inference_mode()(measure_replay),
+    "schedule.acceptance": torch.inference_mode()(measure_acceptance),
     "schedule.messages": measure_messages,
     "schedule.prefetch": measure_prefetch,
     "schedule.graph": measure_graph,

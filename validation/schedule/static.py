@@ -60,7 +60,10 @@ def _mailbox_operands(tp: int) -> Iterator[tuple[str, Operand]]:
 
 
 def _one_message(box: Any, operand: Operand, tp: int, parity: int, generator: torch.Generator, found: dict[str, int]) -> None:
-    parts = [awkward(box._part(box.buffers[0][parity], writer).shape, operand.dtype, generator) for writer in range(tp)]
+    if operand.mailbox is None:
+        raise ContractError("messages", [f"{operand.name}: got role {operand.role}, needs mailbox"])
+    shapes = [box._part(box.buffers[0][parity], writer).shape for writer in range(tp)]
+    parts = [awkward(shape, operand.dtype, generator, int(operand.mailbox.sentinel, 16)) for shape in shapes]
     order = torch.randperm(tp, generator=generator).tolist()
     for place, writer in enumerate(order):
         found["early"] += sum(box.ready(reader, parity) for reader in range(tp)) if place else 0
@@ -79,8 +82,10 @@ def _one_message(box: Any, operand: Operand, tp: int, parity: int, generator: to
             found["nan_lost"] += int((~got.isnan() & ~numbers).sum())
 
 
-def awkward(shape: torch.Size, dtype: str, generator: torch.Generator) -> torch.Tensor:
-    """Noise with zeros of both signs, infinities, the largest and smallest numbers, and NaN of every pattern, 0xFFFFFFFF among them."""
+def awkward(shape: torch.Size, dtype: str, generator: torch.Generator, sentinel: int) -> torch.Tensor:
+    """Noise with zeros of both signs, infinities, the largest and smallest numbers, NaN of several patterns, and two words of 32 bits:
+    0xFFFFFFFF, and the one that the protocol takes for "not arrived".
+    """
     kind = getattr(torch, dtype)
     words, n_bits = (torch.int32, 32) if kind == torch.float32 else (torch.int16, 16)
     value = torch.randn(tuple(shape), generator=generator).to(kind).contiguous()
@@ -90,8 +95,9 @@ def awkward(shape: torch.Size, dtype: str, generator: torch.Generator) -> torch.
     patterns = [0, -top, infinity, infinity - top, infinity - 1, 1, 1 - top, infinity + 1, -1, -1, -2, top - 1]
     places = torch.randperm(flat.numel() - 1, generator=generator)[: len(patterns)]
     flat[places] = torch.tensor(patterns[: len(places)], dtype=words)
-    at = int(torch.randint(flat.numel() // 2, (1,), generator=generator)) * 2
-    flat[at : at + 2] = -1  # two halves that make one word of sentinel
+    wide = value.view(torch.int32).view(-1)
+    first, second = torch.randperm(wide.numel(), generator=generator)[:2].tolist()
+    wide[first], wide[second] = -1, sentinel - (1 << 32) if sentinel >> 31 else sentinel
     return value
 
 

@@ -1,0 +1,73 @@
+"""The mutants lane: one case a mutant, so that each has its evidence. A survivor, or a control that dies, breaks a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from validation.core.types import Case, Check, Limit, Measurement, Target
+
+CHECK = "mutants.kill_table"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KillTableCheck:
+    """Each mutant against the check that must kill it and the cheap cases of others."""
+
+    id: str = CHECK
+    claim: str = "C-MUT-1"
+    roles: tuple[str, ...] = ("oracle", "stock")
+    must_kill: tuple[str, ...] = ()
+    profiles: tuple[str, ...] = ("embedded", "gpu")
+    time_limit_s: float = 180.0
+
+    def cases(self) -> Iterable[Case]:
+        from validation.mutants.catalogue import all_mutants
+
+        return [Case(subject=identity) for identity in all_mutants()]
+
+    def limits(self, case: Case) -> tuple[Limit, ...]:
+        from validation.mutants.catalogue import all_mutants
+
+        mutant = all_mutants()[case.subject]
+        some = Limit(measurement="cases", op=">=", bound=1, unit="count", why="a mutant that met no check has not been tried")
+        if mutant.control:
+            return (some, Limit(measurement="breaches", op="==", bound=0, unit="count", why="what is right must live"))
+        why = f"{mutant.sentence}: must be killed by {mutant.killed_by}"
+        return (some, Limit(measurement="killed_by_named", op="==", bound=1, unit="count", why=why))
+
+    def measure(self, case: Case, targets: Mapping[str, Target]) -> tuple[tuple[Measurement, ...], Mapping[str, Any]]:
+        from validation.mutants.catalogue import all_mutants
+        from validation.mutants.trial import plain_value, run_trial
+
+        trial = run_trial(all_mutants()[case.subject], targets)
+        counts = {
+            "cases": trial.measured_cases,
+            "breaches": len(trial.breaches),
+            "killed_by_named": int(trial.killed_by_named),
+            "killed": int(bool(trial.breaches)),
+        }
+        mutant = trial.mutant
+        seen = [s for s in (trial.named, *trial.others) if s is not None]
+        details = {
+            "fault": mutant.fault,
+            "kind": mutant.kind,
+            "sentence": mutant.sentence,
+            "claim": mutant.claim,
+            "control": mutant.control,
+            "named": mutant.killed_by,
+            "lanes": trial.lanes(),
+            "killed_by": sorted({breach.check for breach in trial.breaches}),
+            "first": [
+                {"check": b.check, "case": b.case, "measurement": b.measurement, "value": plain_value(b.value), "rule": b.rule}
+                for b in trial.breaches[:6]
+            ],
+            "errors": [f"{s.check}: {s.error}" for s in seen if s.error],
+        }
+        measured = [Measurement(name=name, value=value, unit="count") for name, value in counts.items()]
+        return (*measured, Measurement(name="seconds", value=trial.seconds, unit="s")), details
+
+
+def checks() -> list[Check]:
+    return [KillTableCheck()]
