@@ -21,6 +21,7 @@ from validation.core.registry import PlannedCase
 from validation.core.store import EvidenceStore
 from validation.core.types import Case, Claim, Evidence, HarnessError, Limit, Measurement, Outcome, Run
 from validation.core.validate import VERDICT_FILE, Plan
+from validation.core.verify import verify
 
 HOSTILE = '<script>alert(1)</script> | `x` [a](javascript:b) "quoted" \u202e \x07'
 CLAIMS = (
@@ -157,15 +158,20 @@ def test_a_malformed_table_is_shown_not_dropped(tmp_path: Path) -> None:
     assert text.count("Malformed table") == 2
 
 
-@pytest.mark.slow
-def test_a_large_run_renders_quickly_and_small(tmp_path: Path) -> None:
-    records = [record("numerics.a", n, 1.0 + (n % 7) / 100) for n in range(100_000)]
+def test_a_large_run_is_judged_verified_and_rendered_in_time_and_space(tmp_path: Path) -> None:
+    """The promise for 100,000 records is 10 s to verify, 30 s to render, 1 GiB; a fifth of that here, by processor time."""
+    records = [record("numerics.a", n, 1.0 + (n % 7) / 100) for n in range(20_000)]
+    start = time.process_time()
     run_dir = make_run(tmp_path, records)
-    start = time.perf_counter()
+    assert time.process_time() - start < 20  # written and judged
+    start = time.process_time()
+    assert verify(run_dir).n_records == 20_000
+    assert time.process_time() - start < 2
+    start = time.process_time()
     paths = render(run_dir)
-    assert time.perf_counter() - start < 30
+    assert time.process_time() - start < 6
     assert paths["html"].stat().st_size < 5e6
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 1_500_000  # KiB, the writing of the run included
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 1 << 20  # KiB, the writing of the run included
 
 
 @pytest.mark.parametrize(

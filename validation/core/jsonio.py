@@ -82,13 +82,16 @@ def dumps(value: Any, *, sort_keys: bool = False, indent: int | None = None) -> 
 def loads(text: str | bytes) -> Any:
     """Parse strict JSON (a bare NaN is an error) and restore tagged floats. Raises HarnessError."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant, object_hook=_restore_object)
+        return _STRICT.decode(text if isinstance(text, str) else text.decode())
     except (ValueError, TypeError, RecursionError) as error:
         raise HarnessError(f"JSON: got {_shorten(text)}, needs strict JSON; {error}") from error
 
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"the bare constant {name} is not JSON")
+
+
+_STRICT = json.JSONDecoder(parse_constant=_refuse_constant, object_hook=_restore_object)
 
 
 def _shorten(text: str | bytes) -> str:
@@ -100,7 +103,12 @@ def decode(kind: Any, value: Any, where: str = "value") -> Any:
     return _decoder(kind)(value, where)
 
 
-Decoder = Callable[[Any, str], Any]
+Where = str | tuple[Any, str]  # a place in words, or (the place around it, what is added): joined only when an error needs it
+Decoder = Callable[[Any, Any], Any]
+
+
+def _place(where: Where) -> str:
+    return where if isinstance(where, str) else _place(where[0]) + where[1]
 
 
 @functools.cache
@@ -124,11 +132,11 @@ def _decoder(kind: Any) -> Decoder:
 
 
 def _enum_decoder(kind: type[enum.Enum]) -> Decoder:
-    def read(value: Any, where: str) -> Any:
+    def read(value: Any, where: Where) -> Any:
         try:
             return kind(value)
         except ValueError as error:
-            raise HarnessError(f"{where}: got {value!r}, needs one of {[item.value for item in kind]}") from error
+            raise HarnessError(f"{_place(where)}: got {value!r}, needs one of {[item.value for item in kind]}") from error
 
     return read
 
@@ -136,7 +144,7 @@ def _enum_decoder(kind: type[enum.Enum]) -> Decoder:
 def _tuple_decoder(item_kind: Any) -> Decoder:
     item_decoder = _decoder(item_kind)
 
-    def read(value: Any, where: str) -> Any:
+    def read(value: Any, where: Where) -> Any:
         _expect(value, list, where)
         return tuple(item_decoder(item, where) for item in value)
 
@@ -148,7 +156,7 @@ def _mapping_decoder(item_kind: Any) -> Decoder:
         return _scalar_decoder(dict)
     item_decoder = _decoder(item_kind)
 
-    def read(value: Any, where: str) -> Any:
+    def read(value: Any, where: Where) -> Any:
         _expect(value, dict, where)
         return {key: item_decoder(item, where) for key, item in value.items()}
 
@@ -156,7 +164,7 @@ def _mapping_decoder(item_kind: Any) -> Decoder:
 
 
 def _scalar_decoder(kind: type) -> Decoder:
-    def read(value: Any, where: str) -> Any:
+    def read(value: Any, where: Where) -> Any:
         if kind is float and type(value) is int:
             return float(value)
         _expect(value, kind, where)
@@ -168,19 +176,23 @@ def _scalar_decoder(kind: type) -> Decoder:
 def _dataclass_decoder(kind: Any) -> Decoder:
     hints = typing.get_type_hints(kind)
     names = [f.name for f in dataclasses.fields(kind)]
+    places = {name: f".{name}" for name in names}
+    # A run can hold a hundred thousand records: a field whose JSON type is exactly its own needs no call.
+    exact = {name: hints[name] if hints[name] in (str, int, float, bool) else None for name in names}
     required = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING}
     decoders = {name: _decoder(hints[name]) for name in names}
 
-    def read(value: Any, where: str) -> Any:
-        _expect(value, dict, where)
-        unknown, missing = sorted(value.keys() - decoders.keys()), sorted(required - value.keys())
-        if unknown or missing:
-            raise HarnessError(f"{where}: got unknown fields {unknown} and lacks {missing}, needs the fields of {kind.__name__}")
-        return kind(**{name: decoders[name](item, f"{where}.{name}") for name, item in value.items()})
+    def read(value: Any, where: Where) -> Any:
+        if type(value) is not dict or not required <= value.keys() <= decoders.keys():
+            _expect(value, dict, where)
+            unknown, missing = sorted(value.keys() - decoders.keys()), sorted(required - value.keys())
+            raise HarnessError(f"{_place(where)}: got unknown fields {unknown} and lacks {missing}, needs the fields of {kind.__name__}")
+        fields = {name: item if type(item) is exact[name] else decoders[name](item, (where, places[name])) for name, item in value.items()}
+        return kind(**fields)
 
     return read
 
 
-def _expect(value: Any, kind: type, where: str) -> None:
+def _expect(value: Any, kind: type, where: Where) -> None:
     if type(value) is not kind:  # JSON gives exact types; bool must not pass for int
-        raise HarnessError(f"{where}: got {type(value).__name__} {_shorten(str(value))}, needs {kind.__name__}")
+        raise HarnessError(f"{_place(where)}: got {type(value).__name__} {_shorten(str(value))}, needs {kind.__name__}")

@@ -65,7 +65,7 @@ def judge_case(item: PlannedCase, limits: Sequence[Limit], records: Sequence[Evi
 
 
 def _apply(limit: Limit, record: Evidence, blank: Finding) -> Finding:
-    here = dataclasses.replace(blank, evidence=record.id, limit=limit)
+    here = Finding(check=blank.check, case=blank.case, evidence=record.id, holds=Holds.NO_EVIDENCE, limit=limit, value=None)
     if record.outcome is not Outcome.MEASURED:
         return dataclasses.replace(here, note=f"{record.outcome.value}: {'; '.join(record.reasons) or 'no reason given'}")
     found = [m for m in record.measurements if m.name == limit.measurement]
@@ -76,7 +76,8 @@ def _apply(limit: Limit, record: Evidence, blank: Finding) -> Finding:
         return dataclasses.replace(here, note=f"measured in {wrong_unit[0]!r}, the limit is in {limit.unit!r}")
     failing = [m for m in found if not limit.holds(m.value)]
     shown = (failing or found)[0]
-    return dataclasses.replace(here, holds=Holds.VIOLATED if failing else Holds.HOLDS, value=shown.value)
+    holds = Holds.VIOLATED if failing else Holds.HOLDS
+    return Finding(check=blank.check, case=blank.case, evidence=record.id, holds=holds, limit=limit, value=shown.value)
 
 
 def decide_claim(claim: Claim, findings: Mapping[str, Sequence[Finding]], *, required: bool, lane_ran: bool) -> ClaimResult:
