@@ -11,11 +11,9 @@ import argparse
 import hashlib
 import json
 import os
-import re
 import struct
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,14 +35,14 @@ VERIFY_TOKENS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """One kernel on one architecture. Bytes are per thread for `stack_bytes`, per block for `shared_bytes` (static plus dynamic)."""
+    """One kernel on one architecture. Bytes are per thread for `stack_bytes` (spills and
+    local arrays), per block for `shared_bytes` (static plus dynamic)."""
 
     kernel: str
     arch: str
     sass_sha256: str
     registers: int
     stack_bytes: int
-    local_bytes: int
     shared_bytes: int
 
 
@@ -88,45 +86,51 @@ def ends(shard: Shard, rows: int) -> Iterator[Contract]:
     yield CONTRACTS["sample"](shard, rows=rows, top_k=1)
 
 
-def text_digest(cubin: bytes) -> str:
-    """SHA-256 of the machine code: the .text sections of the ELF, in name order."""
+# ELF attributes of `.nv.info` that hold a pair (symbol, value).
+EIATTR_FRAME_SIZE, EIATTR_MIN_STACK_SIZE, EIATTR_REGCOUNT = 0x11, 0x12, 0x2F
+PAIR_FORMAT = 0x04
+
+
+def sections(cubin: bytes) -> dict[str, tuple[bytes, int]]:
+    """Section name -> (contents, size). Contents are empty for sections that occupy no file space."""
     offset, entry, count, names = (*struct.unpack_from("<Q", cubin, 0x28), *struct.unpack_from("<HHH", cubin, 0x3A))
     headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, offset + i * entry) for i in range(count)]
     strings = headers[names][4]
     found = {}
-    for name, _, _, _, start, size, *_ in headers:
-        text = cubin[strings + name : cubin.index(b"\0", strings + name)]
-        if text.startswith(b".text."):
-            found[text] = cubin[start : start + size]
-    if not found:
+    no_bits = 8
+    for name, kind, _, _, start, size, *_ in headers:
+        text = cubin[strings + name : cubin.index(b"\0", strings + name)].decode()
+        found[text] = (b"" if kind == no_bits else cubin[start : start + size], size)
+    return found
+
+
+def text_digest(cubin: bytes) -> str:
+    """SHA-256 of the machine code: the .text sections of the ELF, in name order."""
+    code = {name: contents for name, (contents, _) in sections(cubin).items() if name.startswith(".text.")}
+    if not code:
         raise ValueError("cubin: got no .text section, needs at least one kernel")
-    return hashlib.sha256(b"".join(found[name] for name in sorted(found))).hexdigest()
+    return hashlib.sha256(b"".join(code[name] for name in sorted(code))).hexdigest()
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Registers, stack, local and static shared memory of the (single) kernel, as cuobjdump reports them."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([_cuobjdump(), "-res-usage", file.name], capture_output=True, text=True, check=True)
-    line = (text.stdout + text.stderr).split("REG:", 1)
-    if len(line) != 2:
-        raise ValueError(f"cuobjdump: got {text.stdout[-200:]!r}, needs a line with REG:")
-    fields = dict(re.findall(r"([A-Z]+):(\d+)", "REG:" + line[1].split("\n")[0]))
-    return {
-        "registers": int(fields["REG"]),
-        "stack_bytes": int(fields["STACK"]),
-        "local_bytes": int(fields["LOCAL"]),
-        "shared": int(fields["SHARED"]),
-    }
-
-
-def _cuobjdump() -> str:
-    for base in map(Path, sys.path):
-        tool = base / "nvidia" / "cu13" / "bin" / "cuobjdump"
-        if tool.exists():
-            return str(tool)
-    return "cuobjdump"
+    """Registers, stack bytes a thread (spills and local arrays alike) and static shared bytes of the single kernel in `cubin`."""
+    found = sections(cubin)
+    info = found[".nv.info"][0]
+    values: dict[int, int] = {}
+    at = 0
+    while at + 4 <= len(info):
+        form, attribute, size = struct.unpack_from("<BBH", info, at)
+        at += 4
+        if form != PAIR_FORMAT:
+            continue
+        if size == 8:
+            values[attribute] = max(values.get(attribute, 0), struct.unpack_from("<II", info, at)[1])
+        at += size
+    if EIATTR_REGCOUNT not in values:
+        raise ValueError(f"cubin: got attributes {sorted(values)}, needs a register count; the ELF format changed")
+    stack = max(values.get(EIATTR_FRAME_SIZE, 0), values.get(EIATTR_MIN_STACK_SIZE, 0))
+    shared = sum(size for name, (_, size) in found.items() if name.startswith(".nv.shared.") and "reserved" not in name)
+    return {"registers": values[EIATTR_REGCOUNT], "stack_bytes": stack, "shared": shared}
 
 
 def build(spec: KernelSpec, arch: str) -> tuple[Built, bytes]:
@@ -144,7 +148,6 @@ def build(spec: KernelSpec, arch: str) -> tuple[Built, bytes]:
         sass_sha256=text_digest(cubin),
         registers=used["registers"],
         stack_bytes=used["stack_bytes"],
-        local_bytes=used["local_bytes"],
         shared_bytes=used["shared"] + dynamic,
     )
     return row, cubin
@@ -163,8 +166,9 @@ def shared_bytes(kernel: Any) -> int:
 def source_digest() -> str:
     """SHA-256 of everything a binary depends on: this package's device code, launch parameters and configuration, and the compiler."""
     root = Path(__file__).parent
-    names = ("config.py", "kernels.py", "launches.py", "plan.py", "compile.py")
-    files = [*(root / n for n in names), *sorted((root / "device").glob("*.py")), *sorted((root / "ops").rglob("*.py"))]
+    files = [root / "config.py", root / "kernels.py", *sorted((root / "device").glob("*.py"))]
+    for pattern in ("kernel.py", "*_kernel.py", "launch.py", "contract.py", "operands.py", "schedule.py"):
+        files += sorted((root / "ops").rglob(pattern))
     found = hashlib.sha256()
     for file in files:
         found.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
@@ -229,9 +233,7 @@ def compare(rows: list[Built], table: Path = TABLE) -> dict[str, list[str]]:
         "added": [name(key) for key in current if key not in committed],
         "gone": [name(key) for key in committed if key not in current and key[1] in architectures],
         "changed": [name(key) for key, row in current.items() if key in committed and committed[key]["sass_sha256"] != row.sass_sha256],
-        "spills": [
-            f"{name(key)}: {row.stack_bytes + row.local_bytes} bytes" for key, row in current.items() if row.stack_bytes or row.local_bytes
-        ],
+        "spills": [f"{name(key)}: {row.stack_bytes} bytes" for key, row in current.items() if row.stack_bytes],
     }
 
 

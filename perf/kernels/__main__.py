@@ -89,6 +89,8 @@ def guarded(name: str, part: Callable[[], None]) -> None:
 
 
 def main() -> None:
+    # Virtual ranks spin on each other from streams of one device: they need hardware queues of their own. Read when CUDA starts.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     out = Path(sys.argv[1])
     parts = sys.argv[2:]
     out.mkdir(parents=True, exist_ok=True)
