@@ -12,6 +12,7 @@ roles while the kernel is traced (`operand.require("weight")`).
 from __future__ import annotations
 
 import ast
+import enum
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -145,32 +146,42 @@ class _Callers:
         if site.function is None:
             return False
         # A door's operands are wherever the address is; with one statement a helper, its parameters that reach the call tell enough.
-        return self._expressions_are_weights([*site.call.args, *(k.value for k in site.call.keywords)], site.function, frozenset())
+        return self._origin([*site.call.args, *(k.value for k in site.call.keywords)], site.function, frozenset()) is _Origin.WEIGHT
 
-    def _expressions_are_weights(self, nodes: Iterable[ast.expr], function: Function, seen: frozenset[str]) -> bool:
-        roots = _roots(nodes, function)
+    def _origin(self, nodes: Iterable[ast.expr], function: Function, seen: frozenset[str]) -> _Origin:
+        roots = _roots(nodes, function) - {"loc", "ip"}
         if roots & function.guarded:
-            return True
+            return _Origin.WEIGHT
         pointers = {name for name in roots if name in function.pointers or self._is_weight(function.name, name)}
         if not pointers and not function.kernel:
-            pointers = {name for name in roots if name not in ("loc", "ip")}
-        if not pointers:
-            return False
-        return all(self._is_weight(function.name, name) or self._passed_weights(function, name, seen) for name in pointers)
+            pointers = roots  # a helper that annotates nothing: its callers tell pointers from indices
+        found = {
+            _Origin.WEIGHT if self._is_weight(function.name, name) else self._passed(function, name, seen) for name in sorted(pointers)
+        }
+        return _worst(found)
 
-    def _passed_weights(self, function: Function, parameter: str, seen: frozenset[str]) -> bool:
-        """True when every caller passes a weight for `parameter`; False for a kernel's own parameter and for an uncalled helper."""
+    def _passed(self, function: Function, parameter: str, seen: frozenset[str]) -> _Origin:
+        """What the callers pass for a parameter; nothing is known of a kernel's own parameter or of an uncalled helper."""
         key = f"{function.path}:{function.qualname}:{parameter}"
-        if function.kernel or key in seen:
-            return False
         calls = [(call, caller) for call, caller in self._calls.get(function.name, ()) if caller is not None and caller is not function]
-        if not calls:
-            return False
+        if function.kernel or key in seen or not calls:
+            return _Origin.OTHER
+        found = set()
         for call, caller in calls:
             given = _given(call, function, parameter)
-            if given is None or caller is None or not self._expressions_are_weights([given], caller, seen | {key}):
-                return False
-        return True
+            if caller is not None:
+                found.add(_Origin.OTHER if given is None else self._origin([given], caller, seen | {key}))
+        return _worst(found)
+
+
+class _Origin(enum.Enum):
+    NO_POINTER = 0  # constants and indices
+    WEIGHT = 1
+    OTHER = 2
+
+
+def _worst(found: set[_Origin]) -> _Origin:
+    return max(found, key=lambda origin: origin.value, default=_Origin.NO_POINTER)
 
 
 def _given(call: ast.Call, function: Function, parameter: str) -> ast.expr | None:

@@ -27,9 +27,10 @@ FULL_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)
 SCOPES: dict[str, tuple[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]] = {
     "full": (("kimi-k3", (8, 16), FULL_ROWS, tuple(range(1, MAX_Q + 1))), ("nano-k3", (1, 2), FULL_ROWS, (1, 4, 8))),
     "deployed": (("kimi-k3", (8,), FULL_ROWS, (1, 4, 8)),),
-    "smallest": (("kimi-k3", (8,), (1, 64), (1,)),),
+    "ends": (("kimi-k3", (8,), (1,), (1,)), ("kimi-k3", (8,), (64,), (1,))),  # one variant an operation, fewest and most rows
     "ops": (("kimi-k3", (8,), (8,), (1,)),),  # one variant an operation
 }
+SAMPLES = ("ends", "ops")  # scopes that stop at one variant an operation and row
 
 
 def variants(scope: str) -> Iterator[tuple[ModelConfig, KernelSpec, bool]]:
@@ -39,19 +40,20 @@ def variants(scope: str) -> Iterator[tuple[ModelConfig, KernelSpec, bool]]:
 
     configs = {config.name: config for config in (K3, NANO)}
     seen: set[str] = set()
-    for model, degrees, buckets, tokens in SCOPES[scope]:
+    for number, (model, degrees, buckets, tokens) in enumerate(SCOPES[scope]):
         config = configs[model]
         for tp in degrees:
             contracts: set[str] = set()
             for contract, pdl in _contracts(config, Shard(config=config, tp=tp, rank=0), buckets, tokens):
                 identity = f"{contract.op} {sorted(contract.parameters.items(), key=str)}"
-                if identity in contracts:
+                sample = f"{number} {contract.op}"
+                if identity in contracts or (scope in SAMPLES and sample in seen):
                     continue
                 contracts.add(identity)
                 spec = kernel_spec(config, contract)
-                key = f"{config.name} {spec.op if scope == 'ops' else spec.id}"
+                key = f"{config.name} {spec.id}"
                 if key not in seen:
-                    seen.add(key)
+                    seen |= {key, sample}
                     yield config, spec, pdl
 
 
@@ -60,7 +62,8 @@ def _contracts(config: ModelConfig, shard: Shard, buckets: tuple[int, ...], toke
     from kimi_k3_decode.launches import launch_graph, layer_plan
     from kimi_k3_decode.ops.registry import CONTRACTS
 
-    yield from ((launch.contract, launch.pdl) for launch in launch_graph(config, shard, 1, 1))
+    rows = min(buckets)
+    yield from ((launch.contract, launch.pdl) for launch in launch_graph(config, shard, rows, 1))
     kinds = {(config.is_moe(layer), config.is_kda(layer)): layer for layer in reversed(range(config.n_layers))}
     for q in tokens:
         for rows in sorted({bucket // q * q for bucket in buckets if bucket >= q}):
