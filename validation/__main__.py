@@ -37,6 +37,8 @@ LANE_COMMANDS = {
     "mutants": ("validation.mutants.cli", "Run wrong candidates and print the kill table (minutes, no GPU)."),
     "status": ("validation.freshness.cli", "Say which published evidence is stale and what renews it (seconds)."),
     "publish": ("validation.freshness.publish_cli", "Put evidence of a GPU machine below reports/published (seconds)."),
+    "pr-body": ("reports.pr_body", "Write a pull-request body from a run (seconds)."),
+    "policy": ("validation.policy_check", "Check that every rule and claim has its check and test (seconds)."),
     "gate": ("validation.gate.cli", "What CI blocks on, in one command."),
 }
 
