@@ -6,8 +6,21 @@ import gc
 import time
 from dataclasses import replace
 
+from validation.ordering.compare import compare_with_ptx
 from validation.ordering.engine import Analysis, Record, analyse, refine
-from validation.ordering.model import Access, AuditResult, Finding, KernelBinary, LaunchFacts, PtxKernel, RoleMap, Wait, WaitKind, When
+from validation.ordering.model import (
+    Access,
+    AuditResult,
+    Finding,
+    KernelBinary,
+    LaunchFacts,
+    ParamRef,
+    PtxKernel,
+    RoleMap,
+    Wait,
+    WaitKind,
+    When,
+)
 from validation.ordering.rules import RULES_OF_ORDER, Subject, early_records, launch_findings, with_witnesses
 from validation.ordering.rules_sync import RULES_OF_SYNCHRONISATION
 
@@ -41,8 +54,6 @@ def _audit(kernel: KernelBinary, roles: RoleMap, ptx: PtxKernel | None, launch: 
         subject.analysis = analysis = refine(analysis, launch)
     findings = [finding for rule in (*RULES_OF_ORDER, *RULES_OF_SYNCHRONISATION) for finding in rule(subject)]
     if ptx is not None:
-        from validation.ordering.compare import compare_with_ptx
-
         findings = compare_with_ptx(subject, ptx, findings)
     return _assemble(subject, with_witnesses(subject, findings), started, ptx is not None)
 
@@ -158,8 +169,6 @@ def _waits(subject: Subject) -> tuple[Wait, ...]:
         if kind is None or instruction.pred == "@!PT":
             continue
         refs = [p for p in subject.kernel.parameters if p.index in resolver.polled.get(instruction.pc, ())]
-        from validation.ordering.model import ParamRef
-
         found.append(
             Wait(
                 pc=instruction.pc,

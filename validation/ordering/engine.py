@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from validation.ordering.flow import Flow, Handover, Key, Program, compile_program
+from validation.ordering.flow import Flow, Handover, Key
 from validation.ordering.lift import overlaid, restore
 from validation.ordering.machine import ASSUME, DEPTH, FIRST, MAY, MUST, WAITED, AccessSite, Code
 from validation.ordering.model import KernelBinary, LaunchFacts
+from validation.ordering.program import Program, compile_program
 from validation.ordering.resolve import Resolved
 from validation.ordering.roles import WARP_THREADS, Evaluator, WarpRole, mentions_thread
 

@@ -11,9 +11,7 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from validation.ordering import opcodes
-from validation.ordering.cfg import Graph, build_graph, convergence_register, is_divergence_test
-from validation.ordering.lift import lift
+from validation.ordering.cfg import convergence_register, is_divergence_test
 from validation.ordering.machine import (
     ACQUIRE,
     ASSUME,
@@ -27,58 +25,18 @@ from validation.ordering.machine import (
     MUST,
     OVERLAY,
     WAITED,
-    AccessSite,
-    Code,
-    Compiler,
     State,
     bump,
 )
-from validation.ordering.model import INSTRUCTION_BYTES, KernelBinary
+from validation.ordering.model import INSTRUCTION_BYTES
 from validation.ordering.operands import parse_operands
-from validation.ordering.resolve import Resolver
+from validation.ordering.program import Program
 from validation.ordering.roles import Evaluator, WarpRole
 
 Key = tuple[int, bool, tuple[int, ...]]  # block, grid wait passed, return pcs
 MAX_CALLS = 4
 MAX_VISITS = 400
 CALLEE_SAVED = frozenset({"R1", *(f"R{n}" for n in range(16, 32))})
-
-
-@dataclass
-class Program:
-    """A kernel compiled once, analysed many times (once per role)."""
-
-    kernel: KernelBinary
-    compiler: Compiler
-    graph: Graph
-    codes: list[Code]
-    tail: list
-    resolver: Resolver
-    block_ops: list[list]
-    events: list[list[Code]]
-    notes: list[str] = field(default_factory=list)
-
-
-def compile_program(kernel: KernelBinary) -> Program:
-    compiler = Compiler(kernel)
-    graph = build_graph(kernel)
-    sites: dict[int, AccessSite] = {}
-    compiler.resolver = Resolver(compiler, sites)
-    codes = [lift(compiler, instruction) for instruction in kernel.instructions]
-    for instruction in kernel.instructions:  # slots that only terminators use must exist before the list gets its size
-        root, _ = opcodes.root_of(instruction.opcode)
-        for operand in parse_operands(instruction.operands) if root in ("BRA", "BSYNC", "JMP") else ():
-            if operand.kind in ("pred", "reg"):
-                compiler.read_register(operand.name)
-    sites.update((code.pc, code.site) for code in codes if code.site is not None)
-    program = Program(kernel, compiler, graph, codes, [], compiler.resolver, [], [])
-    for block in graph.blocks:
-        inside = codes[block.first : block.last + 1]
-        program.block_ops.append([op for code in inside for op in code.ops])
-        program.events.append([code for code in inside if code.event or code.site is not None])
-    program.notes.extend(graph.notes)
-    program.tail = compiler.tail()
-    return program
 
 
 @dataclass

@@ -29,7 +29,9 @@ from validation.ordering.machine import (
 )
 from validation.ordering.model import Instruction, Kind
 from validation.ordering.operands import Operand, register_step
-from validation.ordering.semantics import HANDLERS, apply, assign, clear_predicates, data, destination, integer, set_value
+from validation.ordering.semantics import HANDLERS, data, integer
+from validation.ordering.slots import load_slot, store_slot
+from validation.ordering.transfers import clear_predicates, destination, set_value
 from validation.ordering.values import Value
 
 SILENT = opcodes.NO_EFFECT | opcodes.BRANCHES
@@ -331,8 +333,6 @@ def mbarrier(c: Compiler, code: Code, root: str, modifiers: tuple[str, ...], ope
 
 
 def shared_load(c: Compiler, code: Code, root: str, modifiers: tuple[str, ...], operands: tuple[Operand, ...], ops: list[Op]) -> None:
-    from validation.ordering.slots import load_slot
-
     addresses = [operand for operand in operands if operand.kind == "addr"]
     targets = [operand for operand in operands[:2] if operand.kind == "reg"]
     clear_predicates(c, [operand for operand in operands[:1] if operand.kind == "pred"], ops)
@@ -347,8 +347,6 @@ def shared_load(c: Compiler, code: Code, root: str, modifiers: tuple[str, ...], 
 
 
 def shared_store(c: Compiler, code: Code, root: str, modifiers: tuple[str, ...], operands: tuple[Operand, ...], ops: list[Op]) -> None:
-    from validation.ordering.slots import store_slot
-
     addresses = [operand for operand in operands if operand.kind == "addr"]
     values = [operand for operand in operands if operand.kind in ("reg", "number", "const")]
     if root == "STS" and addresses and values:
@@ -357,16 +355,12 @@ def shared_store(c: Compiler, code: Code, root: str, modifiers: tuple[str, ...],
 
 
 def local_load(c: Compiler, code: Code, root: str, modifiers: tuple[str, ...], operands: tuple[Operand, ...], ops: list[Op]) -> None:
-    from validation.ordering.slots import load_slot
-
     addresses = [operand for operand in operands if operand.kind == "addr"]
     if addresses and operands[0].kind == "reg":
         load_slot(c, "L", code.pc, modifiers, operands[0], addresses[0], ops)
 
 
 def local_store(c: Compiler, code: Code, root: str, modifiers: tuple[str, ...], operands: tuple[Operand, ...], ops: list[Op]) -> None:
-    from validation.ordering.slots import store_slot
-
     addresses = [operand for operand in operands if operand.kind == "addr"]
     if addresses and operands[-1].kind in ("reg", "number", "const"):
         store_slot(c, "L", modifiers, operands[-1], addresses[0], ops)
@@ -402,4 +396,3 @@ MEMORY_HANDLERS = {
     **dict.fromkeys(("HGMMA", "IGMMA", "BGMMA", "QGMMA", "UTCHMMA", "UTCQMMA", "UTCIMMA", "UTCOMMA", "UTCBAR"), tensor_read),
     **dict.fromkeys(("WARPSYNC", "BPT", "WARPGROUP", "UCGABAR_ARV", "PREEXIT"), warp_sync),
 }
-__all__ = ["SILENT", "apply", "assign", "lift"]

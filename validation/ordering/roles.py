@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from validation.ordering.values import WORD, Domain
+from validation.ordering.values import WORD, Domain, truth_table
 
 Interval = tuple[int, int]
 WARP_THREADS = 32
@@ -132,9 +132,8 @@ class Evaluator:
         parts = [self.interval(part) for part in (x, y, z)]
         if any(part is None or part[0] != part[1] for part in parts):
             return self._and(x, y) if lut & 0x55 == 0x40 and parts[2] == (0, 0) else None
-        from validation.ordering.values import _lut
 
-        number = _lut(lut, *(part[0] for part in parts if part))
+        number = truth_table(lut, *(part[0] for part in parts if part))
         return number, number
 
     def _shfl(self, part: int) -> Interval | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from validation.ordering import opcodes
 from validation.ordering.machine import MEMORY, Compiler, Op, State
 from validation.ordering.operands import Operand
-from validation.ordering.semantics import destination
+from validation.ordering.transfers import destination
 from validation.ordering.values import Value
 
 ANY = "any"  # joined content of everything written through a changing stack address

@@ -226,7 +226,7 @@ class Domain:
         if found is None:
             parts = (a, b, c)
             if all(part.const is not None for part in parts):
-                found = self.constant(_lut(lut, *(part.const or 0 for part in parts)))
+                found = self.constant(truth_table(lut, *(part.const or 0 for part in parts)))
             else:
                 found = self._logic(lut, a, b, c)
             self._memo[key] = found
@@ -288,7 +288,7 @@ class Domain:
         return self.opaque(f"p{op}", p, q)
 
 
-def _lut(lut: int, a: int, b: int, c: int) -> int:
+def truth_table(lut: int, a: int, b: int, c: int) -> int:
     result = 0
     for index in range(8):
         if lut >> index & 1:
