@@ -77,9 +77,9 @@ def cases() -> Iterator[tuple[str, Any, Contract, dict[str, Any]]]:
             yield f"{config.name}-at{position}", config, mla.decode(shard, rows=1, splits=SPLITS), options
             yield f"{config.name}-at{position}", config, mla.query(shard, rows=1), options
         yield f"{config.name}-mixed", config, mla.decode(shard, rows=32, q=8, splits=4), {"lengths": [0, 5, 700, 4097]}
-        fp8 = {"cache_dtype": "float8_e4m3fn"}
-        yield f"{config.name}-fp8", config, mla.decode(shard, rows=8, splits=SPLITS, **fp8), {"cache_scale": 0.5}
-        yield f"{config.name}-fp8", config, mla.query(shard, rows=8, **fp8), {"cache_scale": 0.5}
+        fp8 = "float8_e4m3fn"
+        yield f"{config.name}-fp8", config, mla.decode(shard, rows=8, splits=SPLITS, cache_dtype=fp8), {"cache_scale": 0.5}
+        yield f"{config.name}-fp8", config, mla.query(shard, rows=8, cache_dtype=fp8), {"cache_scale": 0.5}
         yield f"{config.name}-forced", config, route_contract(shard, rows=8, forced=True), {"change": _forced}
 
 

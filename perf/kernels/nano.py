@@ -105,7 +105,8 @@ def _compare(records: Any, weights: ModelWeights, tp: int, requests: int, q: int
     contract = walk(SpecializedPath(weights, tp=tp), start.fork(), requests, q, routing)
     digests = {}
     forced = None
-    for name, options in {"pdl": {}, "no_pdl": {"pdl": False}, "eager": {"graphs": False}, "again": {}}.items():
+    ways: dict[str, dict[str, bool]] = {"pdl": {}, "no_pdl": {"pdl": False}, "eager": {"graphs": False}, "again": {}}
+    for name, options in ways.items():
         path = GpuPath(weights, tp, **options)
         caches = on_device(start, "cuda")
         free = walk(path, caches, requests, q)
@@ -115,7 +116,7 @@ def _compare(records: Any, weights: ModelWeights, tp: int, requests: int, q: int
             forced = walk(path, caches, requests, q, [{k: v.cuda() for k, v in r.items()} for r in routing])
             flips = sum(_flips(f.routing or {}, r) for f, r in zip(free, routing, strict=True))
     assert forced is not None
-    record = {
+    record: dict[str, Any] = {
         "case": f"nano-tp{tp}-b{requests}-q{q}",
         "kernel_vs_fp64": [relative(f.logits_BQV, e.logits_BQV) for f, e in zip(forced, exact, strict=True)],
         "contract_vs_fp64": [relative(c.logits_BQV, e.logits_BQV) for c, e in zip(contract, exact, strict=True)],

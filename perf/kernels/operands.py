@@ -62,19 +62,19 @@ class Maker:
 
     # ---- operands whose values have a meaning ----
     def _res_score_D(self, o: Operand) -> torch.Tensor:
-        return self.normal(*o.shape, std=self.config.hidden_size**-0.5)
+        return self.normal(*_sizes(o), std=self.config.hidden_size**-0.5)
 
     def _conv_weight_CW(self, o: Operand) -> torch.Tensor:
-        return self.normal(*o.shape, std=0.5)
+        return self.normal(*_sizes(o), std=0.5)
 
     def _a_log_H(self, o: Operand) -> torch.Tensor:
-        return torch.rand(*o.shape, generator=self.random, device=self.device).mul_(15).add_(1).log_()
+        return torch.rand(*_sizes(o), generator=self.random, device=self.device).mul_(15).add_(1).log_()
 
     def _dt_bias_C(self, o: Operand) -> torch.Tensor:
-        return self.normal(*o.shape)
+        return self.normal(*_sizes(o))
 
     def _bias_E(self, o: Operand) -> torch.Tensor:
-        return self.normal(*o.shape, std=0.05)
+        return self.normal(*_sizes(o), std=0.05)
 
     def _tokens_T(self, o: Operand) -> torch.Tensor:
         return self.integers(0, self.config.vocab_size, self.rows)
@@ -144,6 +144,11 @@ class Maker:
         if shape[0] > 1:
             lse[-1] = -torch.inf  # an empty split
         return lse
+
+
+def _sizes(o: Operand) -> tuple[int, ...]:
+    """The operand's shape, all of whose axes are known."""
+    return tuple(size for size in o.shape if size is not None)
 
 
 def poisoned(shape: tuple[int | None, ...], dtype: torch.dtype, device: str) -> torch.Tensor:

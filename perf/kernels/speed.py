@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,8 +73,8 @@ def ops(records: Any) -> None:
                 weights = [run.tensors[PRODUCTS[launch.op]] for run in runs]
                 x = runs[0].tensors[launch.contract.operands[0].name].flatten(1)
                 graphs = {
-                    "kernel": capture(lambda runs=runs: [run.launch() for run in runs]),
-                    "library": capture(lambda weights=weights, x=x: [torch.nn.functional.linear(x, w) for w in weights]),
+                    "kernel": capture(partial(_launch, runs)),
+                    "library": capture(partial(_library, weights, x)),
                 }
                 times = interleaved(graphs, copies, replays=40)
                 record = {
@@ -90,13 +91,28 @@ def ops(records: Any) -> None:
                 torch.cuda.empty_cache()
 
 
+def _launch(runs: list[Run]) -> None:
+    for run in runs:
+        run.launch()
+
+
+def _library(weights: list[torch.Tensor], x: torch.Tensor) -> None:
+    for weight in weights:
+        torch.nn.functional.linear(x, weight)
+
+
+def _issue(stock: list[StockLayer]) -> None:
+    for layer in stock:
+        layer.issue()
+
+
 def _sweep(records: Any, launch: Any, runs: list[Run], copies: int, tp: int, rows: int) -> None:
     base = runs[0].spec.make().core.t
     best = []
     for tiling in tilings_around(base):
         try:
             tried = [Run(K3, launch.contract, run.tensors, pdl=True, options={"tiling": tiling}) for run in runs]
-            graph = capture(lambda tried=tried: [run.launch() for run in tried], warmups=1)
+            graph = capture(partial(_launch, tried), warmups=1)
             t = interleaved({"kernel": graph}, copies, replays=8)["kernel"]
         except Exception as error:
             records.add({"sweep": launch.op, "tp": tp, "rows": rows, "tiling": asdict(tiling), "error": str(error)[:200]})
@@ -120,7 +136,7 @@ def layers(records: Any) -> None:
                 loops.append(loop)
             if q == 1:
                 stock = [StockLayer(K3, tp, layer, rows, weights, state_for(K3, tp, rows)) for layer in (4, 5)]
-                graphs["stock"] = capture(lambda stock=stock: [one.issue() for one in stock])
+                graphs["stock"] = capture(partial(_issue, stock))
             times = interleaved(graphs, 2, replays=50)
             sick = [int(loop.health[0]) for loop in loops]
             record = {"tp": tp, "rows": rows, "q": q, "sick": sick, **{name: _times(t) for name, t in times.items()}}

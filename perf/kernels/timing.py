@@ -19,7 +19,7 @@ class Timed:
     samples_us: tuple[float, ...]
 
 
-def capture(work: Callable[[], None], warmups: int = 2) -> torch.cuda.CUDAGraph:
+def capture(work: Callable[[], object], warmups: int = 2) -> torch.cuda.CUDAGraph:
     """Run `work` on a side stream a few times (loads modules), then capture it once."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
