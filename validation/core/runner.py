@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import secrets
 import selectors
 import shutil
 import signal
@@ -32,6 +33,11 @@ from validation.core.types import Evidence, HarnessError, Measurement, Outcome
 START_LIMIT_S = 120.0
 ANSWER_LIMIT_BYTES = 256 << 20
 LOG_TAIL_LINES = 15
+DEATH_WAIT_S = 5.0
+
+
+def physical_memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class WorkerDied(Exception):
@@ -53,7 +59,8 @@ class WorkerProcess:
         read_fd, write_fd = os.pipe()
         setup = {
             "scratch": str(scratch),
-            "memory_bytes": memory_bytes,
+            # Drivers reserve host memory far beyond what is used, so outside the embedded profile the machine is the limit.
+            "memory_bytes": memory_bytes if settings.profile == "embedded" else max(memory_bytes, physical_memory_bytes()),
             "network": settings.profile != "embedded",
             "answer_fd": write_fd,
             "settings": jsonio.plain(settings),
@@ -80,12 +87,16 @@ class WorkerProcess:
     def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
         """Raises WorkerDied when the worker crashes, or does not answer in time (it is then stopped)."""
         assert self._process.stdin is not None  # opened as a pipe above
+        token = secrets.token_hex(16)
         try:
-            self._process.stdin.write(jsonio.dumps(request).encode() + b"\n")
+            self._process.stdin.write(jsonio.dumps({**request, "token": token}).encode() + b"\n")
             self._process.stdin.flush()
         except OSError as error:
-            raise WorkerDied(self._post_mortem("was gone before the case")) from error
-        return self._answer(limit_s)
+            raise WorkerDied(self._post_mortem("was gone before the case", ended=True)) from error
+        answer = self._answer(limit_s)
+        if answer.pop("token", None) != token or self._buffer:
+            raise WorkerDied(self._post_mortem("sent an answer that nobody asked for"))
+        return answer
 
     def _answer(self, limit_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + limit_s
@@ -97,7 +108,7 @@ class WorkerProcess:
                     raise WorkerDied(f"time limit: no answer within {limit_s:g} s; the worker was stopped")
                 block = os.read(self._read_fd, 1 << 20)
                 if not block or len(self._buffer) > ANSWER_LIMIT_BYTES:
-                    raise WorkerDied(self._post_mortem("died" if not block else "sent an answer that is too long"))
+                    raise WorkerDied(self._post_mortem("died" if not block else "sent an answer that is too long", ended=not block))
                 self._buffer += block
         line, _, rest = bytes(self._buffer).partition(b"\n")
         self._buffer = bytearray(rest)
@@ -109,7 +120,10 @@ class WorkerProcess:
             raise WorkerDied(self._post_mortem("sent an answer that is no object"))
         return answer
 
-    def _post_mortem(self, what: str) -> str:
+    def _post_mortem(self, what: str, *, ended: bool = False) -> str:
+        if ended:  # by itself: let the process tell how
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(DEATH_WAIT_S)
         self.stop()
         code = self._process.returncode
         how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
@@ -167,7 +181,8 @@ class Runner:
         lanes: dict[str, list[PlannedCase]] = {}
         for item in planned:
             lanes.setdefault(item.lane, []).append(item)
-        jobs = max(1, min(self._settings.jobs, len(lanes)))
+        # On a GPU one lane at a time: a neighbour would show in every timing.
+        jobs = 1 if self._settings.profile == "gpu" else max(1, min(self._settings.jobs, len(lanes)))
         memory_bytes = int(self._settings.memory_gib * GIB / jobs)
         with ThreadPoolExecutor(max_workers=jobs) as pool:
             futures = [pool.submit(self._run_lane, lane, items, memory_bytes) for lane, items in lanes.items()]
