@@ -303,6 +303,8 @@ def main() -> None:
         ("contest", float),
         ("bias-rate", float),
         ("start", str),
+        ("warm-up-steps", int),
+        ("hold", float),
     ):
         parser.add_argument(f"--{name}", type=kind)
     for name, kind in (("muon-rate", float), ("trial-seconds", float), ("workers", int), ("exam-items", int), ("draft-steps", int)):
