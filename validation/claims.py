@@ -37,6 +37,7 @@ CLAIMS: tuple[Claim, ...] = (
         lane="numerics",
         checks=(
             "numerics.sublayer",
+            "numerics.routing_scale",
             "numerics.padding",
             "numerics.slots",
             "numerics.verify",

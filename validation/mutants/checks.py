@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from validation.core.types import Case, Check, Limit, Measurement, Target
 
 CHECK = "mutants.kill_table"
+_only: list[tuple[str, ...]] = []
+
+
+@contextmanager
+def narrowed(ids: Sequence[str] | None) -> Iterator[None]:
+    """Plan only these mutants for the time of the context (None: all). A narrowed run proves the claim for no more than it measured."""
+    if ids is not None:
+        _only.append(tuple(ids))
+    try:
+        yield
+    finally:
+        if ids is not None:
+            _only.pop()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +39,7 @@ class KillTableCheck:
     def cases(self) -> Iterable[Case]:
         from validation.mutants.catalogue import all_mutants
 
-        return [Case(subject=identity) for identity in all_mutants()]
+        return [Case(subject=identity) for identity in (_only[-1] if _only else all_mutants())]
 
     def limits(self, case: Case) -> tuple[Limit, ...]:
         from validation.mutants.catalogue import all_mutants

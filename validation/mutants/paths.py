@@ -243,6 +243,14 @@ def _taps_shifted(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.roll(1, dims=-1) if name.endswith("conv_weight_CW") else tensor
 
 
+def _other_order(real: Any, config: Any, contract: Any, operands: Any, arithmetic: Any) -> dict[str, torch.Tensor]:
+    """The reduction in quarters, last to first: other bits, as good a result."""
+    out = real(config, contract, operands, arithmetic)
+    x, weight = arithmetic.wide(operands["x_TD"]), arithmetic.wide(operands["weight_PD"])
+    parts = [a @ b.T for a, b in zip(x.chunk(4, 1), weight.chunk(4, 1), strict=True)]
+    return {**out, "proj_TP": arithmetic.bf16(parts[3] + parts[2] + parts[1] + parts[0])}
+
+
 def _gate_bound_positive(real: Any, config: Any, contract: Any, operands: Any, arithmetic: Any) -> dict[str, torch.Tensor]:
     """The bound of the decay gate is read as -1 instead of -5: state decays too slowly."""
     return real(dataclasses.replace(config, gate_lower_bound=-1.0), contract, operands, arithmetic)
@@ -259,7 +267,14 @@ PATH_MUTANTS: Mapping[str, PathMutant] = {
     mutant.id: mutant
     for mutant in (
         _m("kda_state_transposed", "F13", "state stored [K, V] for [V, K]", SUBLAYER, "C-NUM-1", wrap={"kda": _state_transposed}),
-        _m("kda_state_bf16", "F13", "recurrent state rounded to BF16 each token", LONG, "C-NUM-3", wrap={"kda": _state_in_bf16}),
+        _m(
+            "kda_state_bf16",
+            "F13",
+            "recurrent state rounded to BF16 each token",
+            "numerics.state_layout",
+            "C-NUM-1",
+            wrap={"kda": _state_in_bf16},
+        ),
         _m(
             "kda_wrong_accepted_slot",
             "F14",
@@ -270,7 +285,14 @@ PATH_MUTANTS: Mapping[str, PathMutant] = {
         ),
         _m("kda_gate_bound", "F13", "decay gate bound -1 for -5", SUBLAYER, "C-NUM-1", wrap={"kda": _gate_bound_positive}),
         _m("conv_taps_shifted", "F14", "convolution taps shifted by one", SUBLAYER, "C-NUM-1", change=_taps_shifted),
-        _m("router_not_renormalised", "F25", "routing weights not renormalised", SUBLAYER, "C-NUM-1", wrap={"route": _not_renormalised}),
+        _m(
+            "router_not_renormalised",
+            "F25",
+            "routing weights not renormalised",
+            "numerics.routing_scale",
+            "C-NUM-1",
+            wrap={"route": _not_renormalised},
+        ),
         _m("router_biased_weights", "F25", "correction bias in the routing weights", SUBLAYER, "C-NUM-1", wrap={"route": _biased_weights}),
         _m("router_ties_high", "F25", "ties go to the higher id", "numerics.ties", "C-NUM-1", wrap={"route": _ties_to_the_higher_id}),
         _m("padding_routed", "F11", "padding rows routed, NaN leaks", "numerics.padding", "C-NUM-1", wrap={"route": _padding_routed}),
@@ -280,7 +302,14 @@ PATH_MUTANTS: Mapping[str, PathMutant] = {
         _m("mla_one_token_short", "F17", "newest token not attended", SUBLAYER, "C-NUM-1", wrap={"mla_decode": _one_token_short}),
         _m("mla_merge_unweighted", "F17", "context splits averaged", LONG, "C-NUM-3", wrap={"mla_merge": _merge_unweighted}),
         _m("mla_rotated", "F17", "NoPE keys rotated", LONG, "C-NUM-3", wrap={"mla_query": _rotated_keys}),
-        _m("attn_res_double_prefix", "F22", "saved prefix counted twice", SUBLAYER, "C-NUM-1", wrap={"attn_res": _double_counted_prefix}),
+        _m(
+            "attn_res_double_prefix",
+            "F22",
+            "saved prefix counted twice",
+            "numerics.end_to_end",
+            "C-NUM-2",
+            wrap={"attn_res": _double_counted_prefix},
+        ),
         _m(
             "latent_part_lost",
             "F08",
@@ -318,6 +347,7 @@ PATH_MUTANTS: Mapping[str, PathMutant] = {
             "C-NUM-1",
             wrap={"in_proj": _last_tile_lost},
         ),
+        _m("control_other_order", "-", "sums in another order", "", "", control=True, wrap={"in_proj": _other_order}),
         _m("control_identical", "-", "the candidate itself, unchanged", "", "", control=True),
     )
 }

@@ -16,7 +16,7 @@ from typing import Any
 from validation.core import registry
 from validation.core.types import Case, Check, HarnessError, Limit
 from validation.mutants.catalogue import case_places
-from validation.mutants.model import Breach, Mutant, Seen
+from validation.mutants.model import EVAL, Breach, Mutant, Seen
 
 KILLED, ALIVE, NOT_RUN = "killed", "alive", "not run"
 
@@ -93,9 +93,10 @@ def run_trial(mutant: Mutant, targets: Mapping[str, Any], suite: Suite | None = 
 
 
 def _named(mutant: Mutant, targets: Mapping[str, Any], suite: Suite) -> Seen | None:
-    if mutant.trial is not None:
-        lane = (mutant.killed_by or "ordering.any").split(".")[0]
-        return None if lane in suite.off else _guarded(mutant.killed_by or "ordering.any", lambda: mutant.trial(targets))  # type: ignore[misc]
+    trial = mutant.trial
+    if trial is not None:
+        name = mutant.killed_by or ("evals.gate" if mutant.kind == EVAL else "ordering.any")
+        return None if name.split(".")[0] in suite.off else _guarded(name, lambda: trial(targets))
     check = suite.check(mutant.killed_by) if mutant.killed_by else None
     return None if check is None else _run_check(mutant, check, targets, suite)
 

@@ -65,7 +65,7 @@ class SublayerCheck:
     id: str = "numerics.sublayer"
     claim: str = "C-NUM-1"
     roles: tuple[str, ...] = ROLES
-    must_kill: tuple[str, ...] = ("kda_state_transposed", "expert_scale_dropped", "conv_taps_shifted", "router_not_renormalised")
+    must_kill: tuple[str, ...] = ("kda_state_transposed", "expert_scale_dropped", "conv_taps_shifted")
 
     def cases(self) -> Iterable[Case]:
         for layer in range(NANO.n_layers):
@@ -90,7 +90,7 @@ class EndToEndCheck:
     id: str = "numerics.end_to_end"
     claim: str = "C-NUM-2"
     roles: tuple[str, ...] = ROLES
-    must_kill: tuple[str, ...] = ("kda_state_transposed", "conv_taps_shifted", "router_not_renormalised")
+    must_kill: tuple[str, ...] = ("kda_state_transposed", "conv_taps_shifted")
 
     def cases(self) -> Iterable[Case]:
         return [Case(subject="model", params={"requests": n, "q": q}) for n, q in END_TO_END_SHAPES]

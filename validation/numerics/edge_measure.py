@@ -326,7 +326,10 @@ def measure_state_layout(case: Case, targets: Mapping[str, Any]) -> Result:
         slots = [slot for r in range(n) for slot in caches.slots_RQ[r][:q]]
         runs[role] = (out.logits_BQV, _states(caches, slots))
     errors = {role: [_rms(a, b) for a, b in zip(runs[role], runs["oracle"], strict=True)] for role in ("stock", "candidate")}
-    return _error_measurements(errors, ("error_ratio", "state_ratio"), non_finite(*runs["candidate"]), n * q), {"q": q}
+    states = runs["candidate"][1].float()
+    coarse = float((states.bfloat16().float() == states).double().mean())
+    measured = _error_measurements(errors, ("error_ratio", "state_ratio"), non_finite(*runs["candidate"]), n * q)
+    return (*measured, Measurement(name="coarse_share", value=coarse, unit="share")), {"q": q}
 
 
 MEASURES: Mapping[str, Callable[[Case, Mapping[str, Any]], Result]] = {
@@ -334,6 +337,7 @@ MEASURES: Mapping[str, Callable[[Case, Mapping[str, Any]], Result]] = {
     "numerics.slots": torch.inference_mode()(measure_slots),
     "numerics.verify": torch.inference_mode()(measure_verify),
     "numerics.row_count": torch.inference_mode()(measure_row_count),
+    "numerics.routing_scale": torch.inference_mode()(edge_values.measure_routing_scale),
     "numerics.ties": torch.inference_mode()(edge_values.measure_ties),
     "numerics.nonfinite": torch.inference_mode()(edge_values.measure_nonfinite),
     "numerics.state_layout": torch.inference_mode()(measure_state_layout),

@@ -11,6 +11,8 @@ import torch
 from kimi_k3_decode.cache import Caches, KdaLayerCache, MlaLayerCache
 from kimi_k3_decode.weights import ModelWeights
 from validation.core.types import Case, Measurement
+from validation.numerics import probes
+from validation.numerics.errors import ratio
 from validation.numerics.slices import change_moe, draw_tokens, prefilled, rows_that_differ, slice_model
 
 Result = tuple[tuple[Measurement, ...], Mapping[str, Any]]
@@ -31,6 +33,41 @@ def sliced(targets: Mapping[str, Any]) -> ModelWeights:
 
 def non_finite(*tensors: torch.Tensor) -> int:
     return sum(int((~torch.isfinite(tensor)).sum()) for tensor in tensors)
+
+
+# ---- the scale of the routing weights ----
+def small_experts(moe: Any) -> Any:
+    """The MoE with its routed output 2^-14 times as large (exact in the E8M0 scales of `w2`), and without the shared experts.
+
+    The RMSNorm on the routed latent takes out any common factor of a row's routing weights; only its eps lets the factor through. With so
+    small an output the norm is nearly linear, so a sum of weights that is not one shows in full.
+    """
+    scales = (moe.w2.scales_EOG.int() - 14).clamp(min=0).to(torch.uint8)
+    shared = replace(moe.shared, down_DF=torch.zeros_like(moe.shared.down_DF))
+    return replace(moe, w2=replace(moe.w2, scales_EOG=scales), shared=shared)
+
+
+def measure_routing_scale(case: Case, targets: Mapping[str, Any]) -> Result:
+    """One MoE layer as a probe with small expert outputs, 64 rows with the oracle's choice of experts."""
+    from validation.core.worker import Refused
+
+    stock = targets["stock"]
+    weights, layer, seed = stock.weights, int(case.params["layer"]), seed_of(case, targets)
+    config = weights.config
+    if layer >= config.n_layers or not config.is_moe(layer):
+        raise Refused((f"layer: got {layer}, needs one with experts in the checkpoint {config.name}",))
+    tokens = draw_tokens(weights, (config.hidden_size,), seed).tolist()
+    inputs = probes.capture_inputs(stock.prefiller, tokens)["mlp_in", layer]
+    probe = probes.build_probe(change_moe(weights, small_experts), layer, probes.MLP, inputs)
+    result = probes.run_probe(probe, targets, "wide")
+    oracle = result.outputs["oracle"]
+    errors = {role: probes.relative_error(result.outputs[role], oracle) for role in ("candidate", "stock")}
+    return (
+        Measurement(name="error_ratio", value=ratio(errors["candidate"], errors["stock"]), unit="1"),
+        Measurement(name="candidate_error", value=errors["candidate"], unit="1"),
+        Measurement(name="stock_error", value=errors["stock"], unit="1"),
+        *counts(non_finite=result.non_finite, rows=oracle.shape[0]),
+    ), {"layer": layer}
 
 
 # ---- ties ----

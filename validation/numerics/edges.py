@@ -1,4 +1,4 @@
-"""Checks of the numerics lane at the edges: padding, slots, every accepted count, row counts, ties, non-finite data, state layout.
+"""Checks at the edges of the numerics lane: routing scale, padding, slots, accepted and row counts, ties, NaN, state layout.
 
 They run on a few layers of the checkpoint, so the whole set takes seconds. Where a rule is exact (a padding row reaches nobody, a tie goes
 to the lower id), bits are compared and the limit is zero; where rounding is involved, the limit is the candidate's error against the FP64
@@ -40,6 +40,7 @@ _STOCK_ERRS = Limit(measurement="stock_error", op=">", bound=0, unit="1", why="s
 _FINITE = _zero("non_finite", "no NaN or infinity where the inputs are finite")
 
 LIMITS: Mapping[str, tuple[Limit, ...]] = {
+    "numerics.routing_scale": (_ratio("error_ratio"), _STOCK_ERRS, _FINITE, _some("rows")),
     "numerics.padding": (
         _zero("rows_changed", "padding rows, free pages and slots that hold NaN change no bit of a real row"),
         _zero("cache_changed", "nor of anything that a real request keeps"),
@@ -84,6 +85,7 @@ LIMITS: Mapping[str, tuple[Limit, ...]] = {
     "numerics.state_layout": (
         _ratio("error_ratio"),
         _ratio("state_ratio", why=f"{_CALIBRATED}; recurrent states after the step"),
+        Limit(measurement="coarse_share", op="<=", bound=0.1, unit="share", why="states are kept in FP32: few values fit BF16 by chance"),
         _STOCK_ERRS,
         _FINITE,
         _some("rows"),
@@ -122,6 +124,7 @@ def edge_checks() -> list[Check]:
     return [
         EdgeCheck(id="numerics.ties", planned=_cases("router", "tie", ("all_equal", "bias_pairs", "twin_experts", "zero_rows")),
                   must_kill=("router_ties_high",)),
+        EdgeCheck(id="numerics.routing_scale", planned=_cases("moe", "layer", (1, 3, 6)), must_kill=("router_not_renormalised",)),
         EdgeCheck(id="numerics.padding", planned=_cases("padding", "form", ("bucket", "rows", "verify")), must_kill=("padding_routed",)),
         EdgeCheck(id="numerics.slots", planned=_cases("slots", "form", ("permuted", "gapped", "null")),
                   must_kill=("slots_assumed_dense", "null_slot_written")),

@@ -22,7 +22,10 @@ WEIGHTS = random_weights(NANO, 5)
 
 def target(name, build, dtype=torch.bfloat16):
     settings = SimpleNamespace(seed=0)
-    return SimpleNamespace(name=name, build=build, dtype=dtype, weights=WEIGHTS, settings=settings, fingerprint=lambda: name)
+    prefiller = StockPath(WEIGHTS)
+    return SimpleNamespace(
+        name=name, build=build, dtype=dtype, weights=WEIGHTS, prefiller=prefiller, settings=settings, fingerprint=lambda: name
+    )
 
 
 def targets(name, build):
@@ -55,6 +58,7 @@ def test_honest_paths_hold(identity, name, build):
     ("mutant", "identity", "broken"),
     [
         ("router_ties_high", "numerics.ties", "wrong_ids"),
+        ("router_not_renormalised", "numerics.routing_scale", "error_ratio"),
         ("padding_routed", "numerics.padding", "rows_changed"),
         ("slots_assumed_dense", "numerics.slots", "rows_changed"),
         ("null_slot_written", "numerics.slots", "slots_changed"),
