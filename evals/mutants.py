@@ -138,6 +138,31 @@ def _trial(change: Change, seed: int = 0) -> Trial:
     return trial
 
 
+def decode_gate(targets: Mapping[str, Any], rows: int, seed: int) -> Seen:
+    """What the gate says after both paths decoded `rows` items of the suite: limits it holds to be violated, not those left unproven.
+
+    With fewer items than the policy asks for, an open question stays open, so this tells only whether the harm is plain to see.
+    """
+    from evals.checks import open_session, run_case
+    from evals.limits import limits_of
+    from evals.measurements import measurements_of
+    from evals.policy import suite_policy
+    from validation.core.types import Case
+    from validation.policy import load_policy
+
+    case = Case(subject=SUITE, params={"rows": rows}, seed=seed)
+    with open_session(targets, case) as session:
+        result = run_case(case, session, targets)
+    found = {m.name: m.value for m in measurements_of(result.gate, result.pairs)}
+    breaches = tuple(
+        Breach(check=CHECK, case=f"{SUITE}-rows{rows}", measurement=limit.measurement, value=found[limit.measurement],
+               rule=f"{limit.op} {limit.bound:g} {limit.unit}")
+        for limit in limits_of(suite_policy(SUITE, load_policy(), 4))
+        if limit.measurement in found and not limit.measurement.startswith("stock_") and not limit.holds(found[limit.measurement])
+    )  # fmt: skip
+    return Seen(check=CHECK, cases=result.gate.n_items, breaches=breaches)
+
+
 FAULTS: Mapping[str, tuple[str, str, Change]] = {
     "eval_truncated": ("F24", "answers are cut off", _truncated),
     "eval_first_items": ("F24", "only the first items are asked", _first_items),

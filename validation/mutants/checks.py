@@ -10,19 +10,28 @@ from typing import Any
 from validation.core.types import Case, Check, Limit, Measurement, Target
 
 CHECK = "mutants.kill_table"
-_only: list[tuple[str, ...]] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Narrowed:
+    ids: tuple[str, ...] | None = None
+    eval_rows: int = 0
+
+
+_plan = [_Narrowed()]
 
 
 @contextmanager
-def narrowed(ids: Sequence[str] | None) -> Iterator[None]:
-    """Plan only these mutants for the time of the context (None: all). A narrowed run proves the claim for no more than it measured."""
-    if ids is not None:
-        _only.append(tuple(ids))
+def narrowed(ids: Sequence[str] | None, eval_rows: int = 0) -> Iterator[None]:
+    """Plan only these mutants (None: all) for the time of the context; with `eval_rows`, wrong paths also decode that many eval items.
+
+    A narrowed run proves the claim for no more than it measured.
+    """
+    _plan.append(_Narrowed(ids=None if ids is None else tuple(ids), eval_rows=eval_rows))
     try:
         yield
     finally:
-        if ids is not None:
-            _only.pop()
+        _plan.pop()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +43,17 @@ class KillTableCheck:
     roles: tuple[str, ...] = ("oracle", "stock")
     must_kill: tuple[str, ...] = ()
     profiles: tuple[str, ...] = ("embedded", "gpu")
-    time_limit_s: float = 180.0
+    time_limit_s: float = 600.0
 
     def cases(self) -> Iterable[Case]:
         from validation.mutants.catalogue import all_mutants
+        from validation.mutants.model import PATH
 
-        return [Case(subject=identity) for identity in (_only[-1] if _only else all_mutants())]
+        found, plan = all_mutants(), _plan[-1]
+        return [
+            Case(subject=name, params={"eval_rows": plan.eval_rows} if plan.eval_rows and found[name].kind == PATH else {})
+            for name in (found if plan.ids is None else plan.ids)
+        ]
 
     def limits(self, case: Case) -> tuple[Limit, ...]:
         from validation.mutants.catalogue import all_mutants
@@ -55,7 +69,7 @@ class KillTableCheck:
         from validation.mutants.catalogue import all_mutants
         from validation.mutants.trial import plain_value, run_trial
 
-        trial = run_trial(all_mutants()[case.subject], targets)
+        trial = run_trial(all_mutants()[case.subject], targets, eval_rows=int(case.params.get("eval_rows", 0)))
         counts = {
             "cases": trial.measured_cases,
             "breaches": len(trial.breaches),

@@ -26,6 +26,7 @@ app = typer.Typer(add_completion=False)
 LANES = ("scope", "ordering", "numerics", "schedule", "evals", "perf")
 SIGNS = {"killed": "[green]X[/]", "alive": "·", "not run": " "}
 TABLE_FILE = "kill_table.json"
+LOG_WIDTH = 170  # characters; a log has no width of its own
 
 
 @app.command()
@@ -35,6 +36,7 @@ def mutants(
     runs_dir: Annotated[str | None, typer.Option(help="Where run folders are kept.")] = None,
     checkpoint: Annotated[str | None, typer.Option(help="Checkpoint folder.")] = None,
     resume: Annotated[bool, typer.Option("--resume/--fresh", help="Continue an interrupted run of the same code and settings.")] = True,
+    evals: Annotated[int, typer.Option(help="Also decode this many items of an eval suite with each wrong path (minutes each).")] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only survivors and the result, for CI.")] = False,
 ) -> None:
     """Run wrong candidates and the checks that must kill them (at most 12 minutes on 2 cores, no GPU)."""
@@ -42,14 +44,14 @@ def mutants(
     from validation.mutants.catalogue import all_mutants
 
     chosen = select(only)
-    out = Console(stderr=True)
+    out = Console(stderr=True, width=None if sys.stderr.isatty() else LOG_WIDTH)
     if list_:
         _show_list(out, chosen)
         _finish(0, mutants=len(chosen), classes=sum(bool(ids) for ids in _classes().values()))
     from validation.core.validate import run_validation
 
     settings = load_settings(None, {"lanes": ("mutants",), "jobs": 1, "runs_dir": runs_dir, "checkpoint": checkpoint})
-    with checks.narrowed(chosen if len(chosen) < len(all_mutants()) else None):
+    with checks.narrowed(chosen if len(chosen) < len(all_mutants()) else None, eval_rows=evals):
         result = run_validation(settings, argv=sys.argv, fresh=not resume, quiet=quiet)
     rows = table_rows(list(read_evidence(result.run_dir)))
     body = {"run": result.verdict.run, "rows": rows, "summary": summary(rows)}
@@ -129,7 +131,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def show(out: Console, rows: Sequence[Mapping[str, Any]], *, quiet: bool) -> None:
     """The kill table: X killed, · shown and let through, blank not run. Survivors and dead controls in red."""
-    table = Table("mutant", "class", *LANES, "killed by", "s", "first evidence", title="Kill table")
+    table = Table("mutant", "class", *LANES, "killed by", "s", "first evidence", title="Kill table: X killed, · let through, blank not run")
     for row in rows:
         bad = row["state"] in ("survived", "control dead", "not measured", "other lane")
         if quiet and not bad:
@@ -161,6 +163,9 @@ def _show_alone(out: Console, rows: Sequence[Mapping[str, Any]], found: Mapping[
         f"{len(binary)} faults live in binaries or in the launch graph, where an eval gives right answers until a race is lost; "
         "the evals lane was not run on them and cannot be credited with them."
     )
+    shown = [row for row in rows if row["kind"] == "path" and row["lanes"].get("evals", "not run") != "not run"]
+    if not shown:
+        out.print("evals on wrong paths: not run; `--evals ROWS` decodes a suite with each of them")
 
 
 def _classes() -> dict[str, list[str]]:

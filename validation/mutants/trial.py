@@ -18,6 +18,7 @@ from validation.core.types import Case, Check, HarnessError, Limit
 from validation.mutants.catalogue import case_places
 from validation.mutants.model import EVAL, Breach, Mutant, Seen
 
+EVALS_MODULE = "evals.mutants"
 KILLED, ALIVE, NOT_RUN = "killed", "alive", "not run"
 
 
@@ -77,8 +78,11 @@ class Trial:
         return found
 
 
-def run_trial(mutant: Mutant, targets: Mapping[str, Any], suite: Suite | None = None) -> Trial:
-    """Plant the fault, measure, judge. An error inside a check is noted; it kills nothing."""
+def run_trial(mutant: Mutant, targets: Mapping[str, Any], suite: Suite | None = None, eval_rows: int = 0) -> Trial:
+    """Plant the fault, measure, judge. An error inside a check is noted; it kills nothing.
+
+    eval_rows: of a suite to decode with the wrong path, to see what the evals alone would have said; 0 leaves them out.
+    """
     suite = suite or Suite()
     started = time.perf_counter()
     given = _with_candidate(mutant, targets)
@@ -89,6 +93,9 @@ def run_trial(mutant: Mutant, targets: Mapping[str, Any], suite: Suite | None = 
             check = suite.check(identity) if identity != mutant.killed_by else None
             if check is not None:
                 others.append(_run_check(mutant, check, given, suite))
+        if eval_rows and registry.lane_exists(EVALS_MODULE):
+            gate = importlib.import_module(EVALS_MODULE).decode_gate
+            others.append(_guarded("evals.gate", lambda: gate(given, eval_rows, mutant.seed)))
     return Trial(mutant=mutant, named=named, others=tuple(others), seconds=time.perf_counter() - started)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,11 +86,9 @@ def measure_ranks(case: Case, targets: Mapping[str, Any]) -> Result:
     except Exception as error:
         measured = counts(rows_changed=0, cache_changed=0, broken=1, rows=0, orders=0, ranks=ranks)
         return measured, {"errors": [f"{type(error).__name__}: {error}"[:300]]}
-    import random
-
     orders = [*(random.Random(seed * 10 + i) for i in range(RANDOM_ORDERS)), *(LastOfAll(rank) for rank in range(tp))]
     for order in orders:
-        compared.add(lambda order=order: run(order))
+        compared.add(partial(run, order))
     return compared.measurements(orders=len(orders), ranks=ranks), {"model": weights.config.name, "errors": compared.errors}
 
 
@@ -151,8 +151,8 @@ def measure_replay(case: Case, targets: Mapping[str, Any]) -> Result:
         want = target.build(weights).step(batch, twin).logits_BQV.flatten(0, 1)
         rows += got.shape[0]
         changed += rows_that_differ(got, want)
-        for mine in (caches, twin):
-            mine.advance(requests, [1 + step % q] * n)
+        for advanced in (caches, twin):
+            advanced.advance(requests, [1 + step % q] * n)
         mine, fresh = cached_bits(caches, requests), cached_bits(twin, requests)
         differing += sum(mine[name] != fresh[name] for name in mine)
     measured = counts(rows_changed=changed, cache_changed=differing, broken=broken, rows=rows, replays=len(picked), shapes=len({*picked}))
