@@ -10,6 +10,7 @@ from validation.ordering.machine import (
     DEPTH,
     DIRTY_MASK,
     DIRTY_SHARED,
+    DIRTY_TILE,
     FIRST,
     MAY,
     MEMORY,
@@ -99,8 +100,8 @@ def track(c: Compiler, code: Code, ops: list[Op]) -> None:
             s[MAY] |= resolver.dirty_bits(*resolver.masks(s, site)) & keep
 
         ops.append(dirty)
-    sets = {"release": RELEASED, "shared_store": DIRTY_SHARED}.get(code.event, 0)
-    clears = {"membar": PENDING_MASK, "proxy_fence": DIRTY_MASK | DIRTY_SHARED}.get(code.event, 0)
+    sets = {"release": RELEASED, "shared_store": DIRTY_SHARED, "shared_tile": DIRTY_SHARED | DIRTY_TILE}.get(code.event, 0)
+    clears = {"membar": PENDING_MASK, "proxy_fence": DIRTY_MASK | DIRTY_SHARED | DIRTY_TILE}.get(code.event, 0)
     released = code.event == "membar"
     if sets or clears:
 
@@ -351,7 +352,7 @@ def shared_store(c: Compiler, code: Code, root: str, modifiers: tuple[str, ...],
     values = [operand for operand in operands if operand.kind in ("reg", "number", "const")]
     if root == "STS" and addresses and values:
         store_slot(c, "S", modifiers, values[-1], addresses[0], ops)
-    code.event = "shared_store"
+    code.event = "shared_tile" if root == "STSM" or {"64", "128"} & set(modifiers) else "shared_store"
 
 
 def local_load(c: Compiler, code: Code, root: str, modifiers: tuple[str, ...], operands: tuple[Operand, ...], ops: list[Op]) -> None:

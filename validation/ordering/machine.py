@@ -25,7 +25,7 @@ from validation.ordering.values import Domain, Value
 MUST, DEPTH, MAY, ASSUME, MEMORY, TRASH, OVERLAY, FIRST = range(8)
 GRID, BARRIER, MBARRIER, ACQUIRE, RELEASE = range(5)
 WAITED = 1  # bit of the grid wait in MUST
-RELEASED, DIRTY_SHARED = 1, 2  # bits of MAY
+RELEASED, DIRTY_SHARED, DIRTY_TILE = 1, 2, 4  # bits of MAY; a tile is what wide stores write, single words are bookkeeping
 DIRTY_GLOBAL_SHIFT = 8  # MAY bits 8 + 2i, 9 + 2i: parameter i was written since the last proxy fence; written weakly since the last membar
 PARITY = (1 << 2 * 256) // 3  # 0b0101...: every second bit
 DIRTY_MASK = PARITY << DIRTY_GLOBAL_SHIFT

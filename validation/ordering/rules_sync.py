@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from validation.ordering import opcodes
-from validation.ordering.machine import DIRTY_GLOBAL_SHIFT, DIRTY_SHARED
+from validation.ordering.machine import DIRTY_GLOBAL_SHIFT, DIRTY_SHARED, DIRTY_TILE
 from validation.ordering.model import READING, Finding, Kind, ParamRef, Role
 from validation.ordering.opcodes import words
 from validation.ordering.operands import parse_operands
@@ -62,7 +62,9 @@ def proxy_findings(subject: Subject) -> list[Finding]:
         site, pc = record.site, record.code.pc
         if pc in found:
             continue
-        if record.code.event in ("async_store", "async_read") and record.may & DIRTY_SHARED:
+        # A matrix instruction reads tiles; single words stored before it are the allocator's and the scheduler's.
+        dirty = DIRTY_SHARED if record.code.event == "async_store" else DIRTY_TILE if record.code.event == "async_read" else 0
+        if record.may & dirty:
             what = "asynchronous copy" if record.code.event == "async_store" else "matrix instruction"
             message = f"{what} reads shared memory that ordinary stores wrote, with no fence.proxy.async between"
             found[pc] = subject.finding("MO010", message, record, fix=PROXY_FIX)
