@@ -11,9 +11,11 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -205,14 +207,19 @@ def run(architectures: tuple[str, ...], jobs: int, cache: Path) -> list[Built]:
     folder.mkdir(parents=True, exist_ok=True)
     pending = [(arch, part, folder / f"{arch}.{part}of{jobs}.jsonl") for arch in architectures for part in range(jobs)]
     pending = [job for job in pending if not job[2].exists()]
-    running: list[tuple[subprocess.Popen[bytes], Path]] = []
+    running: list[tuple[subprocess.Popen[bytes], Path, str]] = []
     while pending or running:
         while pending and len(running) < jobs:
             arch, part, out = pending.pop(0)
             command = [sys.executable, "-m", "kimi_k3_decode.compile", "--worker", arch, str(part), str(jobs), str(out)]
-            running.append((subprocess.Popen(command, env={**os.environ, "CUTE_DSL_ARCH": arch, "OMP_NUM_THREADS": "1"}), out))
-        process, out = running.pop(0)
-        if process.wait() or not out.exists():
+            # Kernels of one class share a file name, so every worker gets a folder of its own for what the compiler leaves behind.
+            dump = tempfile.mkdtemp(prefix="k3-cubin-")
+            env = {**os.environ, "CUTE_DSL_ARCH": arch, "CUTE_DSL_DUMP_DIR": dump, "OMP_NUM_THREADS": "1"}
+            running.append((subprocess.Popen(command, env=env), out, dump))
+        process, out, dump = running.pop(0)
+        failed = process.wait() or not out.exists()
+        shutil.rmtree(dump, ignore_errors=True)
+        if failed:
             raise RuntimeError(f"compile: worker for {out.name} ended with {process.returncode}; its message is above")
     rows = []
     for arch in architectures:
