@@ -15,9 +15,9 @@ import torch
 from validation.core.types import Case, Measurement
 from validation.numerics.slices import draw_tokens, prefilled, slice_model
 
-DRAFTS, REQUESTS, TOKENS = 7, 3, 40
+DRAFTS, REQUESTS, TOKENS = 7, 3, 24
 SYNTHETIC_LENGTHS = (1.0, 2.5, 3.84, 6.0, 8.0)
-SYNTHETIC_DRAWS = 20_000
+SYNTHETIC_DRAWS = 10_000
 
 
 @dataclass

@@ -58,7 +58,7 @@ LIMITS: Mapping[str, tuple[Limit, ...]] = {
         Limit(measurement="length_error", op="<=", bound=1e-9, unit="tokens", why="the counted length is the scripted one"),
         Limit(measurement="emitted_error", op="<=", bound=1e-9, unit="tokens", why="AL is tokens gained over verify steps"),
         Limit(measurement="synthetic_error", op="<=", bound=0.02, unit="share", why="realised AL within the tolerance of the policy"),
-        _least("steps", 8),
+        _least("steps", 5),
     ),
     "schedule.graph": (
         _zero("races", "every two conflicting accesses of a buffer are ordered by edges, waits or messages"),
