@@ -100,9 +100,8 @@ def test_quantiser_agrees_with_the_shipped_format() -> None:
     codes, scales = mxfp4.pack(y)
     assert torch.equal(mxfp4.unpack(codes, scales, torch.float32), y)
     grouped, rounded = x.unflatten(-1, (-1, 32)), y.unflatten(-1, (-1, 32))
-    assert (
-        float(((grouped - rounded).abs().amax(-1) / grouped.abs().amax(-1)).max()) <= 1 / 6 + 1e-6
-    )  # half of the widest step, 2 of at least 6
+    share = (grouped - rounded).abs().amax(-1) / grouped.abs().amax(-1)
+    assert float(share.max()) <= 1 / 5 + 1e-6  # the widest step is 2, between 4 and 6: an error of 1 needs a magnitude of 5
     x.requires_grad_()
     quantise.straight_through(x).pow(2).sum().backward()
     assert torch.equal(x.grad, 2 * y)
