@@ -32,6 +32,13 @@ class Source(enum.StrEnum):
     PROJECTION = "projection"  # floor x measured fraction + latencies, on hardware that was not measured
 
 
+class Scope(enum.StrEnum):
+    """What was timed. A layer of one rank is not a step: its messages return to itself, and 92 other layers are missing."""
+
+    STEP = "step"  # the whole decode or verify step on all ranks
+    LAYER = "layer_of_one_rank"  # one KDA + MoE layer, one rank's share
+
+
 class AcceptanceKind(enum.StrEnum):
     NONE = "none"  # no speculation
     APPLIED = "applied"  # tokens/s = requests x AL / (verify + draft step)
@@ -51,6 +58,7 @@ class Cell:
     acceptance_length: float
     backend: str
     mixed_prefill: bool = False
+    scope: Scope = Scope.STEP
 
     @property
     def rows(self) -> int:
@@ -65,6 +73,7 @@ class Cell:
     def id(self) -> str:
         parts = [self.model, self.gpu, f"tp{self.tp}", f"b{self.requests}", f"q{self.q}", f"c{self.context_tokens}"]
         parts += [f"al{self.acceptance_length:g}", self.backend] + (["mixed"] if self.mixed_prefill else [])
+        parts += ["layer"] if self.scope is Scope.LAYER else []
         return "-".join(parts)
 
     def refusals(self) -> tuple[str, ...]:
@@ -105,7 +114,7 @@ class CellResult:
 
     cell: Cell
     source: Source
-    outcome: str  # measured | refused | error | stale
+    outcome: str  # measured | refused | error | unpublishable (with reasons; its time is not shown) | modelled
     step_us: float | None = None
     step_low_us: float | None = None
     step_high_us: float | None = None
@@ -120,6 +129,9 @@ class CellResult:
 
     @property
     def tokens_per_s(self) -> float | None:
+        """None for one layer: its time is not a step's."""
+        if self.cell.scope is not Scope.STEP:
+            return None
         return tokens_per_s(self.cell.requests, self.cell.acceptance_length, self.step_us, self.draft_us)
 
     @property
@@ -147,7 +159,7 @@ def realised_acceptance_problem(asked: float, realised: float, tolerance: float)
     return ""
 
 
-COMPARED = ("hardware", "gpus", "acceptance", "prefill", "model", "context_tokens")
+COMPARED = ("hardware", "gpus", "acceptance", "prefill", "model", "scope", "context_tokens")
 
 
 def comparison_refusals(a: CellResult, b: CellResult, *, allow: Iterable[str] = ()) -> tuple[str, ...]:
@@ -161,6 +173,7 @@ def comparison_refusals(a: CellResult, b: CellResult, *, allow: Iterable[str] = 
                 "acceptance": (result.acceptance.value, result.cell.acceptance_length),
                 "prefill": result.cell.mixed_prefill,
                 "model": result.cell.model,
+                "scope": result.cell.scope.value,
                 "context_tokens": result.cell.context_tokens,
                 "source": result.source.value,
             }

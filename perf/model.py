@@ -7,80 +7,160 @@ and never stands in a table without the word.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from math import prod
+
+import numpy as np
+from scipy.optimize import nnls
 
 from kimi_k3_decode.config import K3, NANO, ModelConfig, Shard
-from kimi_k3_decode.launches import launch_graph
+from kimi_k3_decode.draft_model import draft_shapes
+from kimi_k3_decode.launches import layer_plan
 from kimi_k3_decode.ops.contract import Contract
-from kimi_k3_decode.plan import bucket_of
+from kimi_k3_decode.ops.registry import CONTRACTS
 from perf.hardware import Gpu, gpu
-from perf.matrix import Cell
+from perf.matrix import MAX_ROWS, Cell, Scope
 from perf.roofline import StepFloor, Traffic, step_floor, traffic
+from validation.core.types import HarnessError
 
 MODELS: dict[str, ModelConfig] = {config.name: config for config in (K3, NANO)}
+TIMED_LAYER = 5  # a KDA + MoE layer, the kind that one-rank records time
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=256)
+def _layer_contracts(model: str, tp: int, rows: int, q: int, layer: int) -> tuple[Contract, ...]:
+    return tuple(launch.contract for launch in layer_plan(MODELS[model], Shard(config=MODELS[model], tp=tp), layer, rows, q))
+
+
+@lru_cache(maxsize=256)
 def _launches(model: str, tp: int, rows: int, q: int) -> tuple[tuple[Contract, int], ...]:
-    """Distinct contracts of a step with how often each occurs, in plan order."""
-    config = MODELS[model]
-    counts: dict[str, tuple[Contract, int]] = {}
-    for launch in launch_graph(config, Shard(config=config, tp=tp), rows, q):
-        # Layers repeat: the first contract of a signature stands for the others, whose traffic is the same.
-        key = f"{launch.op}|{sorted(launch.contract.parameters.items())}|{launch.contract.names}"
-        contract, n = counts.get(key, (launch.contract, 0))
-        counts[key] = (contract, n + 1)
-    return tuple(counts.values())
-
-
-def step_traffic(model: str, tp: int, rows: int, q: int, context_tokens: int) -> tuple[Traffic, ...]:
-    """Every launch of one step on one rank. `rows` is padded to the prepared graph that takes it."""
-    padded = bucket_of(rows)
+    """Contracts of a whole step with how often each occurs. Layers of one kind move the same bytes, so one stands for all of them."""
     config = MODELS[model]
     shard = Shard(config=config, tp=tp)
+    kinds = Counter((config.is_kda(layer), config.is_moe(layer)) for layer in range(config.n_layers))
+    first = {(config.is_kda(layer), config.is_moe(layer)): layer for layer in reversed(range(config.n_layers))}
+    made = [(contract, n) for kind, n in kinds.items() for contract in _layer_contracts(model, tp, rows, q, first[kind])]
+    final = next(contract for contract, _ in made if contract.op == "attn_res")
+    ends = [CONTRACTS["embedding"](shard, rows=rows), final, CONTRACTS["lm_head"](shard, rows=rows), CONTRACTS["sample"](shard, rows=rows, top_k=1)]
+    return (*made, *((contract, 1) for contract in ends))
+
+
+def _padded(rows: int, q: int) -> int:
+    """Rows of the contracts that stand for a step; above the plan's bound (stock only) the largest plan's, whose weights are the same."""
+    from kimi_k3_decode.plan import bucket_of
+
+    return max(bucket_of(min(rows, MAX_ROWS)), q)
+
+
+@lru_cache(maxsize=2048)
+def step_traffic(model: str, tp: int, rows: int, q: int, context_tokens: int, scope: Scope = Scope.STEP) -> tuple[Traffic, ...]:
+    """Every launch of one step (or of one KDA + MoE layer) on one rank. Up to 64 rows padded to the prepared graph that takes them."""
+    padded = _padded(rows, q)
+    shard = Shard(config=MODELS[model], tp=tp)
+    layer = _layer_contracts(model, tp, padded, q, TIMED_LAYER) if scope is Scope.LAYER else ()
     made: list[Traffic] = []
-    for contract, n in _launches(model, tp, padded, q):
+    for contract, n in [(contract, 1) for contract in layer] or _launches(model, tp, padded, q):
         one = traffic(contract, shard, rows=rows, q=q, context_tokens=context_tokens)
+        if rows > padded:
+            one = replace(one, link_bytes=one.link_bytes * rows / padded)
         made += [one] * n
     return tuple(made)
 
 
 def cell_floor(cell: Cell, *, hbm_bytes_per_s: float | None = None) -> StepFloor:
-    """The floor of a cell's step on its GPU.
+    """The floor of a cell's step (or layer) on its GPU.
 
     Raises:
-        Unsupported: an unknown GPU, or more rows than the plan prepares.
+        Unsupported: an unknown GPU.
     """
-    return step_floor(step_traffic(cell.model, cell.tp, cell.rows, cell.q, cell.context_tokens), gpu(cell.gpu), hbm_bytes_per_s)
+    launches = step_traffic(cell.model, cell.tp, cell.rows, cell.q, cell.context_tokens, cell.scope)
+    return step_floor(launches, gpu(cell.gpu), hbm_bytes_per_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """What a projection rests on. `fraction_of_floor` and its evidence come from measured cells; the latencies are stated guesses."""
+    """What a projection rests on. The first three come from measured layers (`evidence`); the others are stated guesses."""
 
-    fraction_of_floor: float
-    fraction_evidence: str
-    launch_us: float = 0.65  # dependent PDL launches in one graph on Hopper; an assumption for other GPUs
-    exchange_us: float = 3.0  # one mailbox message between ranks: a store over NVLink and a poll
-    overlap: float = 0.0  # share of exchange time hidden by prefetches and side streams
+    fraction_of_floor: float  # memory floor over the time spent on it
+    launch_us: float  # per launch
+    launches_a_layer: int
+    evidence: tuple[str, ...]
+    fit_error: float  # largest |fitted / measured - 1| over the layers it was fitted to
+    measured_on: str
+    rows_measured: tuple[int, int]  # smallest and largest; other rows are extrapolated
+    exchange_us: float  # one exchange between ranks: a guess, exchanges of one rank alone cannot be measured
+    exchanges_a_layer: int
 
     def describe(self) -> dict[str, object]:
         return {"kind": "projection", **asdict(self)}
 
 
-EXCHANGES_A_LAYER = 4  # o_proj, router and latent together, expert sums, layer output
+@dataclass(frozen=True, kw_only=True)
+class LayerPoint:
+    """One measured layer: bytes it must move, launches it took, microseconds, its record."""
+
+    hbm_bytes: float
+    launches: int
+    step_us: float
+    rows: int
+    evidence: str
+
+
+# Exchanges a layer. Ours: o_proj, router and latent together, expert sums, layer output, each a store over NVLink and a poll.
+# Stock: all-reduces after o_proj, of the latent, and of the layer's output. Times are guesses.
+EXCHANGES = {"latency_specialized": (4, 3.0), "auto": (3, 10.0)}
+
+
+def fit_assumptions(points: Sequence[LayerPoint], measured_on: Gpu, backend: str) -> Assumptions:
+    """time = bytes / (rate x fraction) + launches x launch_us, least squares of relative errors, neither term negative.
+
+    Raises:
+        HarnessError: fewer than 3 measured layers, or layers from which the memory term cannot be told.
+    """
+    if len(points) < 3:
+        raise HarnessError(f"projection: got {len(points)} measured layers, needs at least 3; publish layer records of this code")
+    ideal_us = np.array([1e6 * p.hbm_bytes / measured_on.hbm_bytes_per_s for p in points])
+    launches, measured_us = np.array([p.launches for p in points], float), np.array([p.step_us for p in points])
+    table = np.stack([ideal_us, launches], axis=1)
+    (slowness, launch_us), _ = nnls(table / measured_us[:, None], np.ones(len(points)))
+    if slowness <= 0:
+        raise HarnessError("projection: got layers whose time does not rise with their bytes, needs rows or ranks that differ more")
+    error = np.abs(table @ np.array([slowness, launch_us]) / measured_us - 1).max()
+    exchanges, exchange_us = EXCHANGES[backend]
+    return Assumptions(
+        fraction_of_floor=float(1 / slowness),
+        launch_us=float(launch_us),
+        launches_a_layer=max(p.launches for p in points),
+        evidence=tuple(dict.fromkeys(p.evidence for p in points)),
+        fit_error=float(error),
+        measured_on=measured_on.name,
+        rows_measured=(min(p.rows for p in points), max(p.rows for p in points)),
+        exchange_us=exchange_us,
+        exchanges_a_layer=exchanges,
+    )
+
+
+def _time_us(hbm_bytes: float, launches: float, layers: int, target: Gpu, a: Assumptions) -> float:
+    memory_us = 1e6 * hbm_bytes / target.hbm_bytes_per_s / a.fraction_of_floor
+    return memory_us + launches * a.launch_us + layers * a.exchanges_a_layer * a.exchange_us
 
 
 def project_us(cell: Cell, assumptions: Assumptions) -> float:
-    """Projected step time in microseconds: HBM floor / fraction + launches x launch_us + exchanges x exchange_us x (1 - overlap)."""
-    config: ModelConfig = MODELS[cell.model]
-    floor = cell_floor(cell)
-    target: Gpu = gpu(cell.gpu)
-    launches = len(floor.launches)
-    exchanges = EXCHANGES_A_LAYER * config.n_layers
-    memory_us = floor.hbm_bytes / target.hbm_bytes_per_s * 1e6 / assumptions.fraction_of_floor
-    return memory_us + launches * assumptions.launch_us + exchanges * assumptions.exchange_us * (1 - assumptions.overlap)
+    """Projected step time in microseconds: memory floor / fraction + launches x launch_us + exchanges x exchange_us."""
+    n_layers = MODELS[cell.model].n_layers
+    launches = assumptions.launches_a_layer * n_layers
+    return _time_us(cell_floor(cell).hbm_bytes, launches, n_layers, gpu(cell.gpu), assumptions)
+
+
+def project_draft_us(cell: Cell, assumptions: Assumptions) -> float:
+    """Projected time of one draft pass: the drafter's weights and the LM head shared evenly over ranks, under the same assumptions."""
+    config = MODELS[cell.model]
+    n_layers = config.draft.n_layers if config.draft is not None else 0
+    elements = sum(prod(shape) for shape in draft_shapes(config).values()) + config.vocab_size * config.hidden_size
+    return _time_us(2 * elements / cell.tp, assumptions.launches_a_layer * n_layers, n_layers, gpu(cell.gpu), assumptions)
 
 
 @dataclass(frozen=True, kw_only=True)
