@@ -122,7 +122,7 @@ def _read_index(folder: Path, reasons: list[str]) -> dict[str, torch.Tensor]:
     try:
         weight_map = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
         files = sorted(set(weight_map.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reasons.append(f"{INDEX_FILE}: cannot be read ({type(error).__name__}: {error}); needs an object with weight_map")
         return {}
     tensors: dict[str, torch.Tensor] = {}

@@ -120,7 +120,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         document = json.loads(path.read_text())
     except OSError as error:
         raise Unsupported(f"config {path}", (f"cannot be read ({error.strerror or error})",)) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Unsupported(f"config {path}", (f"is not JSON ({error})",)) from error
     if not isinstance(document, dict):
         raise Unsupported(f"config {path}", (f"got a {type(document).__name__}, needs an object",))

@@ -227,7 +227,11 @@ class Runner:
         try:
             if worker is None:
                 worker = self._start(item.lane, memory_bytes)
-            return worker, worker.ask(request, item.time_limit_s)
+            answer = worker.ask(request, item.time_limit_s)
+            if answer.pop("retire", False):
+                self._retire(worker)
+                return None, answer
+            return worker, answer
         except WorkerDied as death:
             if worker is not None:
                 self._retire(worker)

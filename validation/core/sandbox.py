@@ -16,6 +16,7 @@ import resource
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 PASSED_VARIABLES = (
     "PATH",
@@ -35,8 +36,12 @@ PASSED_VARIABLES = (
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NO_NEW_PRIVS = 38
+_CLONE_NEWNS = 0x00020000
 _CLONE_NEWUSER = 0x10000000
+_CLONE_NEWPID = 0x20000000
 _CLONE_NEWNET = 0x40000000
+_MS_PRIVATE = 1 << 18 | 1 << 14  # with everything below
+_EXIT_STATUS_BYTES = 4
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _LANDLOCK_RULE_PATH_BENEATH = 1
 _WRITE_FILE = 1 << 1
@@ -64,6 +69,64 @@ def worker_environment(scratch: Path, python_path: str, environment: Mapping[str
         "TOKENIZERS_PARALLELISM": "false",
         "MPLCONFIGDIR": str(scratch / "mpl"),
     }
+
+
+def confine_children() -> bool:
+    """Continue in a process namespace of its own, in which nothing outlives this worker: a daemon it leaves behind ends with it.
+
+    Returns in a grandchild; the process that was started waits for it and ends the way it ended. Between them stands the first process of
+    the namespace, which reaps. False (and no other process) where the kernel does not allow it. Call before other threads exist.
+    """
+    if platform.system() != "Linux":
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if libc.unshare(_CLONE_NEWPID | _CLONE_NEWNS) != 0:
+        return False
+    reading, writing = os.pipe()
+    first = os.fork()
+    if first:
+        os.close(writing)
+        _end_like(reading, first)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.close(reading)
+    libc.mount(None, b"/", None, _MS_PRIVATE, None)
+    libc.mount(b"proc", b"/proc", b"proc", 0, None)  # so that /proc and os.getpid() speak of the same processes
+    worker = os.fork()
+    if worker:
+        _reap_until(worker, writing)
+    os.close(writing)
+    return True
+
+
+def _reap_until(worker: int, writing: int) -> NoReturn:
+    """The namespace's first process: collect whatever ends, pass the worker's status on, and take the rest down by ending."""
+    status = 0
+    while True:
+        try:
+            pid, status = os.waitpid(-1, 0)
+        except ChildProcessError:
+            break
+        if pid == worker:
+            break
+    os.write(writing, status.to_bytes(_EXIT_STATUS_BYTES, "little"))
+    os._exit(0)
+
+
+def _end_like(reading: int, first: int) -> NoReturn:
+    """The process that was started: end with the worker's exit code, or by the signal that ended it."""
+    for fd in range(3, 256):  # the answers' pipe above all: its end must be seen when the worker ends
+        if fd != reading:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+    data = os.read(reading, _EXIT_STATUS_BYTES)
+    os.waitpid(first, 0)
+    status = int.from_bytes(data, "little") if len(data) == _EXIT_STATUS_BYTES else signal.SIGKILL
+    if os.WIFSIGNALED(status):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.signal(os.WTERMSIG(status), signal.SIG_DFL) if os.WTERMSIG(status) not in (signal.SIGKILL, signal.SIGSTOP) else None
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 1)
 
 
 def isolate(*, scratch: Path, memory_bytes: int, file_bytes: int, network: bool) -> list[str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kimi_k3_decode.config import Unsupported
-from validation.core import jsonio, registry, sandbox
+from validation.core import jsonio, registry, sandbox, tamper
 from validation.core.settings import Settings
 from validation.core.types import Case, Check, HarnessError, Measurement, Outcome, Target
 
@@ -41,6 +41,10 @@ class Refused(Exception):
         super().__init__("; ".join(reasons))
 
 
+class Tampered(Exception):
+    """The candidate changed what measures it; the process is of no more use."""
+
+
 class Worker:
     """Keeps targets and checks between cases, so that a lane pays for loading them once."""
 
@@ -48,6 +52,7 @@ class Worker:
         self._settings = settings
         self._targets: Targets | None = None
         self._checks: dict[tuple[str, str], Check] = {}
+        self._untouched: tamper.Snapshot | None = None
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Never raises for what a case does; `harness_error` stands for faults of the suite or its inputs."""
@@ -55,6 +60,8 @@ class Worker:
             if request["op"] == "fingerprints":
                 return {"fingerprints": {role: self._target(role).fingerprint() for role in request["roles"]}}
             return self._measure(request)
+        except Tampered as error:
+            return {"outcome": Outcome.ERROR, "reasons": [str(error)], "retire": True}
         except HarnessError as error:
             return {"harness_error": str(error)}
         except (Refused, Unsupported) as refusal:
@@ -70,11 +77,15 @@ class Worker:
         if self._targets is None:
             module = importlib.import_module(TARGET_PROVIDERS[self._settings.profile])
             self._targets = module.open_targets(self._settings)
+        if role == "candidate" and self._untouched is None:
+            self._untouched = tamper.snapshot()  # before its code is imported
         return self._targets.get(role)
 
     def _measure(self, request: Mapping[str, Any]) -> dict[str, Any]:
         case = jsonio.decode(Case, request["case"], "case")
         check = self._check(request["lane"], request["module"], request["check"])
+        known = tamper.snapshot() if "candidate" in check.roles and self._untouched is not None else {}
+        self._untouched = {**known, **(self._untouched or {})} if self._untouched is not None else None
         targets = {role: self._target(role) for role in check.roles}
         reasons = [f"{role}: {reason}" for role, target in targets.items() for reason in target.unsupported(case)]
         if reasons:
@@ -84,6 +95,9 @@ class Worker:
         measurements, details = check.measure(case, targets)
         seconds = time.perf_counter() - started
         wrong = [repr(m) for m in measurements if not isinstance(m, Measurement)]
+        replaced = tamper.replaced(self._untouched) if self._untouched is not None else ()
+        if replaced:
+            raise Tampered(f"the candidate replaced {', '.join(replaced)}, so nothing measured in this process counts")
         if wrong or not measurements:
             raise TypeError(f"check {check.id}: got {wrong or 'no measurement'}, needs Measurement objects; this is a bug in the lane")
         return {
@@ -113,11 +127,13 @@ def _seed_everything(seed: int) -> None:
 def serve(requests: Any, answers: Any, worker: Worker) -> None:
     """Answer until the parent closes its end."""
     for line in requests:
-        answer = worker.answer(jsonio.loads(line))
+        request = jsonio.loads(line)
+        answer = {**worker.answer(request), "token": request["token"]}
         try:
             text = jsonio.dumps(answer)
         except HarnessError as error:  # a check returned something that is no JSON value
-            text = json.dumps({"outcome": Outcome.ERROR.value, "reasons": [f"the check's answer: {error}"]})
+            reasons = [f"the check's answer: {error}"]
+            text = json.dumps({"outcome": Outcome.ERROR.value, "reasons": reasons, "token": request["token"]})
         answers.write(text + "\n")
         answers.flush()
 
@@ -125,7 +141,9 @@ def serve(requests: Any, answers: Any, worker: Worker) -> None:
 def main(setup_text: str) -> None:
     setup = json.loads(setup_text)
     scratch = Path(setup["scratch"])
+    confined = not setup["network"] and sandbox.confine_children()
     held = sandbox.isolate(scratch=scratch, memory_bytes=setup["memory_bytes"], file_bytes=FILE_LIMIT_BYTES, network=setup["network"])
+    held += ["its children end with it"] if confined else []
     settings = jsonio.decode(Settings, setup["settings"], "settings")
     with os.fdopen(setup["answer_fd"], "w", encoding="ascii") as answers:
         answers.write(jsonio.dumps({"isolation": held}) + "\n")

@@ -98,7 +98,7 @@ def import_raw(folder: Path, root: Path, renew: str) -> Path:
     hardware: dict[str, Any] = {}
     launches = folder_of_launch()
     for path in sorted(folder.glob("*.jsonl")):
-        for number, text in enumerate(path.read_text().splitlines(), start=1):
+        for number, text in enumerate(path.read_bytes().splitlines(), start=1):
             try:
                 line = json.loads(text)
                 if not isinstance(line, dict):

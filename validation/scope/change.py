@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from validation.core.types import HarnessError
 
 WORKTREE = "WORKTREE"  # as `head`: the files on disk, untracked ones included
+_HUNK = re.compile(r"@@ -\d{1,12}(?:,\d{1,12})? \+(\d{1,12})(?:,\d{1,12})? @@")
 EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"  # as `base`: git's name of the tree without files, so everything is the change
 
 
@@ -101,7 +103,10 @@ def _untracked(repository: Path) -> list[FileChange]:
 def _unquote(path: str) -> str:
     """Git quotes a path that holds control characters or quotes in C style."""
     if path.startswith('"') and path.endswith('"'):
-        return path[1:-1].encode().decode("unicode_escape").encode("latin-1").decode(errors="replace")
+        try:
+            return path[1:-1].encode().decode("unicode_escape").encode("latin-1").decode(errors="replace")
+        except UnicodeError:  # no quoting of git's: the name as it stands is as good as any
+            return path
     return path
 
 
@@ -135,9 +140,14 @@ def _parse(diff: str) -> list[FileChange]:
                 "binary": False,
             }
             in_hunk = False
+        elif not state:
+            continue  # nothing of git's stands before the first file
         elif line.startswith("@@ "):
+            hunk = _HUNK.match(line)
+            if hunk is None:
+                raise HarnessError(f"git diff: got the hunk header {line[:60]!r}, needs @@ -N,N +N,N @@; use a plain git")
             in_hunk = True
-            state["next"] = int(line.split("+", 1)[1].split(" ", 1)[0].split(",")[0])
+            state["next"] = int(hunk.group(1))
         elif in_hunk and line.startswith("+"):
             state["added"].append((state["next"], line[1:]))
             state["next"] += 1
