@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from reports.render import LANE_TITLES, _environment
+from reports.render import _environment, titles
 from reports.view import View, load_view
 from validation.core import jsonio
 from validation.core.settings import PROJECT_ROOT
@@ -124,7 +124,7 @@ def body(run_dir: Path, change: ChangeFacts, said: Statements) -> tuple[str, lis
         view=view,
         change=change,
         commands=commands(view),
-        titles=LANE_TITLES,
+        titles=titles(view),
         evals=eval_findings(view),
         evidence_of=evidence_of,
         missing=missing,

@@ -40,6 +40,11 @@ def _environment(html: bool) -> jinja2.Environment:
     return made
 
 
+def titles(view: View) -> dict[str, str]:
+    """Headings by lane; a lane of somebody else goes by its name."""
+    return {lane.name: LANE_TITLES.get(lane.name, lane.name) for lane in view.lanes}
+
+
 def commands(view: View) -> tuple[tuple[str, str], ...]:
     """(what, exact command) of the test plan, as the run was asked for."""
     candidate = view.candidate
@@ -72,7 +77,7 @@ def render(run_dir: Path) -> dict[str, Path]:
     shared = {
         "view": view,
         "sections": sections,
-        "titles": LANE_TITLES,
+        "titles": titles(view),
         "commands": commands(view),
         "max_rows": MAX_ROWS,
         "figures_folder": FIGURES_FOLDER,

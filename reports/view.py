@@ -183,7 +183,8 @@ def load_view(run_dir: Path) -> View:
             troubles.append(record)
     results = {result.claim: result for result in verdict.claims}
     lanes = []
-    for name in LANES:
+    others = {claim.lane for claim in known} | set(per_lane)
+    for name in (*LANES, *sorted(others - set(LANES))):  # a lane that nobody listed here is still shown
         claims = tuple((claim, results[claim.id]) for claim in known if claim.lane == name and claim.id in results)
         findings = [finding for _, result in claims for finding in result.findings]
         open_findings = tuple(f for f in findings if f.holds != Holds.HOLDS)

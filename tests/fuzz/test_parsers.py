@@ -14,14 +14,10 @@ from tests.fuzz.targets import TARGETS
 from validation.policy import DEFAULT_POLICY
 
 EXAMPLES = 40
-WORDS = st.sampled_from(
-    (
-        "id run check case subject params seed rank outcome measured measurements previous files records head cases settings config weight_map "
-        "payload signatures payloadType completed duration name schema isolation paths hooks rule limits evidence dtype shape data_offsets BF16 "
-        "$float nan ../../x"
-    ).split()
-    + ["\0"]
-)
+NAMES = """id run check case subject params seed rank outcome measured measurements previous files records head cases settings config
+weight_map payload signatures payloadType completed duration name schema isolation paths hooks rule limits evidence dtype shape data_offsets
+BF16 $float nan ../../x"""
+WORDS = st.sampled_from([*NAMES.split(), "\0"])
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | WORDS
 JSON = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS, inner, max_size=6), max_leaves=12)
 DOCUMENTS = {
