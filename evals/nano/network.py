@@ -151,7 +151,9 @@ def _shifted_conv(x_BTC: torch.Tensor, weight_C1W: torch.Tensor) -> torch.Tensor
     """Causal depthwise convolution as a sum of shifts; the last tap is the current token. Then SiLU."""
     x, width = _wide(x_BTC), weight_C1W.shape[-1]
     padded = F.pad(x, (0, 0, width - 1, 0))
-    out = sum(padded[:, i : i + x.shape[1]] * weight_C1W[:, 0, i] for i in range(width))
+    out = padded[:, : x.shape[1]] * weight_C1W[:, 0, 0]
+    for i in range(1, width):
+        out = out + padded[:, i : i + x.shape[1]] * weight_C1W[:, 0, i]
     return F.silu(out).to(x_BTC.dtype)
 
 
@@ -216,8 +218,8 @@ def latent_moe(
     inner = situ(g, u, c.situ_beta, c.situ_linear_beta).unflatten(-1, (c.n_experts, -1)) * shares.unsqueeze(-1)
     routed = inner.to(x_ND.dtype).flatten(1) @ w2.transpose(1, 2).flatten(0, 1)
     latent = rms_norm(routed, w["routed_expert_norm.weight"], c.rms_norm_eps).to(x_ND.dtype)
-    shared = [w[f"shared_experts.{name}_proj.weight"] for name in ("gate", "up", "down")]
-    out = latent @ w["routed_expert_up_proj.weight"].T + gated_mlp(x_ND, *shared, c.situ_beta, c.situ_linear_beta)
+    gate, up, down = (w[f"shared_experts.{name}_proj.weight"] for name in ("gate", "up", "down"))
+    out = latent @ w["routed_expert_up_proj.weight"].T + gated_mlp(x_ND, gate, up, down, c.situ_beta, c.situ_linear_beta)
     return out, mask.sum(0)
 
 

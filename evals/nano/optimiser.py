@@ -53,7 +53,7 @@ class Muon:
     def step(self, scale: float) -> None:
         """One update at `scale` times the base learning rate."""
         for group, momentum in zip(self._groups, self._momenta, strict=True):
-            gradient = torch.stack([p.grad for p in group])
+            gradient = torch.stack([p.grad for p in group])  # type: ignore[misc]  # a missing one is an error there
             momentum.lerp_(gradient, 1 - MOMENTUM)
             rows, columns = group[0].shape[-2:]
             update = orthogonalise(gradient.lerp_(momentum, MOMENTUM))

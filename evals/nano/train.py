@@ -138,7 +138,8 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, config: ModelConfig, rank: Rank, compiled_by: Trainer | None = None) -> None:
         self.recipe, self.config, self.rank = recipe, config, rank
-        biases, self.draft = torch.zeros(config.n_layers - config.n_dense_layers, config.n_experts), {}
+        self.draft: network.Parameters = {}
+        biases = torch.zeros(config.n_layers - config.n_dense_layers, config.n_experts)
         if recipe.start:
             initial, biases, self.draft = export.trained_parameters(load_file(recipe.start), config)
         else:
@@ -177,10 +178,12 @@ class Trainer:
         hidden, _, loads = network.forward(weights, self.biases, ids, self.config, self.pieces)
         loss = self.loss_of(hidden, weights["lm_head.weight"], ids, shares)
         loss.backward()
-        unused = [p for p in self.trained.values() if p.grad is None]
-        for parameter in unused:  # the first boundary has one source: its mixture gets no gradient
-            parameter.grad = torch.zeros_like(parameter)
-        self.rank.mean_([*(p.grad for p in self.trained.values()), loads])
+        gradients: list[torch.Tensor] = []
+        for parameter in self.trained.values():
+            if parameter.grad is None:  # the first boundary has one source: its mixture gets no gradient
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+        self.rank.mean_([*gradients, loads])
         self.optimiser.step(scale)
         self.biases += bias_rate * torch.sign(loads.mean(-1, keepdim=True) - loads)
         return loss.detach()
@@ -296,7 +299,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     for name, kind in (("seed", int), ("minutes", float), ("draft-minutes", float), ("steps", int), ("rows", int), ("rate", float)):
         parser.add_argument(f"--{name}", type=kind)
-    for name, kind in (
+    more: tuple[tuple[str, type], ...] = (
         ("recall-share", float),
         ("word", float),
         ("science", float),
@@ -305,8 +308,9 @@ def main() -> None:
         ("start", str),
         ("warm-up-steps", int),
         ("hold", float),
-    ):
-        parser.add_argument(f"--{name}", type=kind)
+    )
+    for name, given_as in more:
+        parser.add_argument(f"--{name}", type=given_as)
     for name, kind in (("muon-rate", float), ("trial-seconds", float), ("workers", int), ("exam-items", int), ("draft-steps", int)):
         parser.add_argument(f"--{name}", type=kind)
     parser.add_argument("--lengths", type=lambda text: tuple(map(int, text.split(","))))
