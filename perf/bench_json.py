@@ -85,3 +85,35 @@ def read_serve(path: Path) -> ServeResult:
         per_position_acceptance=tuple(float(p) for p in positions),
         raw=table,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyResult:
+    """Seconds of a whole batch, prefill included, and the tokens each request generated."""
+
+    average_s: float
+    median_s: float
+    output_tokens: int
+
+
+def read_latency(path: Path) -> LatencyResult:
+    """`vllm bench latency --output-json`, which records times only: `output_len` must have been added beside them.
+
+    Raises HarnessError naming every missing or malformed field.
+    """
+    try:
+        table = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise HarnessError(f"bench JSON {path}: got {error}, needs the file `vllm bench latency --output-json` writes") from None
+    if not isinstance(table, dict):
+        raise HarnessError(f"bench JSON {path}: got a {type(table).__name__}, needs one JSON object")
+    problems: list[str] = []
+    average = _number(table, "avg_latency", problems)
+    percentiles = table.get("percentiles")
+    median = _number({str(k): v for k, v in percentiles.items()} if isinstance(percentiles, dict) else {}, "50", problems)
+    tokens = _number(table, "output_len", problems)
+    if median is not None and median <= 0 or tokens is not None and tokens < 1:
+        problems.append(f"percentiles and output_len: got {median!r} s and {tokens!r} tokens, needs both above 0")
+    if problems or average is None or median is None or tokens is None:
+        raise HarnessError(f"bench JSON {path}: {len(problems)} problem(s): " + "; ".join(problems))
+    return LatencyResult(average_s=average, median_s=median, output_tokens=int(tokens))

@@ -20,9 +20,11 @@ from perf.matrix import Cell, CellResult, Scope, Source
 from perf.model import TIMED_LAYER, LayerPoint, cell_floor
 from validation.core.store import read_evidence, read_run
 from validation.core.types import Evidence, HarnessError, Outcome, Run
+from validation.freshness.digests import changed
+from validation.freshness.digests import current as digests_now
 from validation.freshness.imports import folder_of_launch
 from validation.freshness.published import PUBLISHED, freshness, published_runs
-from validation.policy import load_policy
+from validation.policy import Policy, load_policy
 
 CASE = re.compile(r"k3-tp(?P<tp>\d+)-r(?P<rows>\d+)-q(?P<q>\d+)(?P<again>-again)?$")
 PROFILE = re.compile(r"k3-tp(?P<tp>\d+)-r(?P<rows>\d+)-alone$")
@@ -103,7 +105,7 @@ def correctness_reasons(
     """(ids of the passing records used, reasons why the layer's speed may not be shown) for the digests that were timed."""
     folders = folder_of_launch()
     used, missing, failed = [], [], []
-    for op, kernel in dict.fromkeys(kernels):
+    for kernel, op in {kernel: op for op, kernel in kernels}.items():
         folder = folders.get("attn_res" if op == "mlp_res" else op, op)
         mine = [c for c in checks if c.kernel == kernel and c.digest == digests.get(f"kernels/{folder}") and not c.stale]
         bad = [c for c in mine if not c.passed]
@@ -115,7 +117,8 @@ def correctness_reasons(
             missing.append(kernel)
     reasons = [f"correctness: {text}" for text in failed]
     if missing:
-        reasons.append(f"correctness: no passing record under the timed digest of {len(missing)} kernel(s): {', '.join(missing)}")
+        named = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
+        reasons.append(f"correctness: no passing record under the timed digest of {len(missing)} kernel(s): {named}")
     return tuple(dict.fromkeys(used)), tuple(reasons)
 
 
@@ -123,6 +126,7 @@ def read_published(root: Path = PUBLISHED) -> PublishedCells:
     """Everything published about speed, judged against this checkout. Raises HarnessError when a run cannot be read."""
     policy = load_policy()
     stale = {cell.evidence: cell.reasons for cell in freshness(root, policy).cells} if published_runs(root) else {}
+    today = digests_now()
     everything = [(read_run(folder), list(read_evidence(folder))) for folder in published_runs(root)]
     checks = kernel_checks((r for _, records in everything for r in records), stale, policy.limit("numerics", "error_ratio"))
     results: dict[str, CellResult] = {}
@@ -131,9 +135,9 @@ def read_published(root: Path = PUBLISHED) -> PublishedCells:
         for record in records:
             subject = str(record.details.get("case") or record.case.subject)
             if (match := CASE.fullmatch(subject)) and ("fused_us" in record.details):
-                for made in _layer_results(run, record, match, checks, _stale_of(record, stale)):
+                for made in _layer_results(run, record, match, checks, _stale_layer(run, record, stale, today, policy)):
                     results[made.cell.id] = _with_repeat(results.get(made.cell.id), made)
-            elif (match := PROFILE.fullmatch(subject)) and record.details.get("kernels") and not _stale_of(record, stale):
+            elif (match := PROFILE.fullmatch(subject)) and record.details.get("kernels") and not _stale_layer(run, record, stale, today, policy):
                 launches += _launch_times(run, record, match, checks)
     kept = tuple(results.values())
     measured = [r for r in kept if r.outcome == "measured"]
@@ -141,9 +145,25 @@ def read_published(root: Path = PUBLISHED) -> PublishedCells:
     return PublishedCells(results=kept, launches=tuple(launches), points=points, gpu=measured[0].cell.gpu if measured else None)
 
 
-def _stale_of(record: Evidence, stale: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """A record that freshness does not list was superseded by a newer one of the same case."""
-    return stale.get(record.id, ("superseded by a newer record of the same case",))
+def _stale_layer(
+    run: Run, record: Evidence, stale: Mapping[str, tuple[str, ...]], today: Mapping[str, str], policy: Policy
+) -> tuple[str, ...]:
+    """Why a record of one layer no longer describes this checkout. A layer runs 13 launches and not the executor of a whole step, so it is
+    bound to the folders of those launches where the run recorded their digests; the digest of all kernels together also covers the rest.
+
+    A record that freshness does not list was superseded by a newer one of the same case.
+    """
+    reasons = stale.get(record.id, ("superseded by a newer record of the same case",))
+    recorded = run.config.get("digests") or {}
+    folders = folder_of_launch()
+    names = {folders[launch.op] for launch in layer_plan(K3, Shard(config=K3, tp=8), TIMED_LAYER, 1)}
+    finer = [f"{kind}/{name}" for kind in ("kernels", "contracts") for name in sorted(names)]
+    if any(name not in recorded for name in finer):
+        return reasons
+    whole = {f"{kind} changed" for kind in ("kernels", "contracts")}
+    bound = {name: str(recorded[name]) for name in (*finer, "config", "toolchain") if name in recorded}
+    kinds = tuple(str(kind) for kind in policy.evidence.get("bound_to", ()))
+    return tuple(dict.fromkeys([*(r for r in reasons if r not in whole), *changed(bound, today, kinds)]))
 
 
 def _with_repeat(before: CellResult | None, made: CellResult) -> CellResult:

@@ -1,0 +1,224 @@
+"""The whole matrix: every cell listed, refused ones with their reasons, the rest filled from what there is, each with its source.
+
+    gpu_timer   published records of this code (one rank's share of a layer), where their correctness stands
+    projection  the analytic model with assumptions fitted to those records; never a measurement
+    model       the floor alone, where nothing published may carry a projection
+    cpu_engine  the nano engine on this machine, when asked for: a test of the machinery
+    server      `vllm bench` JSON, when given
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import io
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from perf.hardware import gpu
+from perf.matrix import AcceptanceKind, Cell, CellResult, Source, comparison_refusals, enumerate_cells
+from perf.model import (
+    PUBLISHED as PUBLISHED_BY_OTHERS,
+)
+from perf.model import Assumptions, cell_floor, fit_assumptions, project_draft_us, project_us
+from perf.published import OURS, STOCK, PublishedCells, read_published
+from validation.core import jsonio
+from validation.core.store import write_atomically
+from validation.core.types import HarnessError
+
+GPUS_SHOWN = ("H200", "GB300")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """`steps` holds one result a cell of the enumeration; `layers` the published layers; `engine` and `servers` other sources."""
+
+    steps: tuple[CellResult, ...]
+    layers: PublishedCells
+    assumptions: Mapping[str, Assumptions]  # by backend; empty when nothing published carries one
+    no_projection: str  # why, when it is empty
+    engine: tuple[CellResult, ...] = ()
+    engine_rows: tuple[dict[str, Any], ...] = ()
+    acceptance: Mapping[str, Any] = field(default_factory=dict)
+    servers: tuple[CellResult, ...] = ()
+
+    @property
+    def results(self) -> tuple[CellResult, ...]:
+        return (*self.steps, *self.layers.results, *self.engine, *self.servers)
+
+
+def build(
+    gpus: Sequence[str] = GPUS_SHOWN,
+    *,
+    published: PublishedCells | None = None,
+    engine_rows: Sequence[dict[str, Any]] = (),
+    acceptance: Mapping[str, Any] | None = None,
+    servers: Iterable[CellResult] = (),
+) -> Matrix:
+    """Fill every cell. Raises Unsupported for an unknown GPU, HarnessError when a published run cannot be read."""
+    from perf import cpu_engine
+
+    for name in gpus:
+        gpu(name)
+    layers = published or read_published()
+    assumptions, why = _assumptions(layers)
+    steps = tuple(_step(cell, assumptions, why) for name in gpus for cell in enumerate_cells(gpu=name))
+    return Matrix(
+        steps=steps,
+        layers=layers,
+        assumptions=assumptions,
+        no_projection=why,
+        engine=tuple(cpu_engine.results(engine_rows)),
+        engine_rows=tuple(engine_rows),
+        acceptance=acceptance or {},
+        servers=tuple(servers),
+    )
+
+
+def _assumptions(layers: PublishedCells) -> tuple[dict[str, Assumptions], str]:
+    if layers.gpu is None:
+        return {}, "no published layer of this code may be shown, so that no projection has a measured fraction to rest on"
+    try:
+        return {backend: fit_assumptions(layers.points[backend], gpu(layers.gpu), backend) for backend in (OURS, STOCK)}, ""
+    except HarnessError as error:
+        return {}, str(error)
+
+
+def _step(cell: Cell, assumptions: Mapping[str, Assumptions], why: str) -> CellResult:
+    acceptance = AcceptanceKind.NONE if cell.q == 1 else AcceptanceKind.APPLIED
+    reasons = cell.refusals()
+    if reasons:
+        return CellResult(cell=cell, source=Source.MODEL, outcome="refused", reasons=reasons, acceptance=acceptance)
+    floor_us = cell_floor(cell).hbm_us
+    if cell.backend not in assumptions:
+        return CellResult(cell=cell, source=Source.MODEL, outcome="modelled", floor_us=floor_us, reasons=(why,), acceptance=acceptance)
+    rests_on = assumptions[cell.backend]
+    low, high = rests_on.rows_measured
+    return CellResult(
+        cell=cell,
+        source=Source.PROJECTION,
+        outcome="modelled",
+        step_us=project_us(cell, rests_on),
+        draft_us=0.0 if cell.q == 1 else project_draft_us(cell, rests_on),
+        floor_us=floor_us,
+        acceptance=acceptance,
+        conditions={
+            "assumptions": cell.backend,
+            "extrapolated": [] if low <= cell.rows <= high else [f"rows: {cell.rows} is outside the measured {low}..{high}"],
+        },
+    )
+
+
+# ---- what follows from it ----
+def speed_ups(results: Iterable[CellResult]) -> dict[str, tuple[float, tuple[str, ...]]]:
+    """Cell id of ours -> (stock's time over ours, reasons why the multiplier may not be printed as measured)."""
+    by_id = {r.cell.id: r for r in results}
+    found = {}
+    for result in by_id.values():
+        if result.cell.backend != OURS:
+            continue
+        other = by_id.get(result.cell.id.replace(f"-{OURS}", f"-{STOCK}"))
+        if other is None or not result.step_us or not other.step_us or other.source is not result.source:
+            continue
+        ratio = (other.step_us + other.draft_us) / (result.step_us + result.draft_us)
+        found[result.cell.id] = (ratio, comparison_refusals(other, result) if result.source is not Source.PROJECTION else ())
+    return found
+
+
+def projection_errors(assumptions: Mapping[str, Assumptions]) -> list[dict[str, Any]]:
+    """The projection beside each number that others published: what it is worth."""
+    return [
+        {
+            "cell": other.cell.id,
+            "conditions": other.source,
+            "published_us": other.step_us,
+            "projected_us": project_us(other.cell, assumptions[other.cell.backend]),
+            "error": project_us(other.cell, assumptions[other.cell.backend]) / other.step_us - 1,
+            "evidence": list(assumptions[other.cell.backend].evidence),
+        }
+        for other in PUBLISHED_BY_OTHERS
+        if other.cell.backend in assumptions
+    ]
+
+
+def counts(matrix: Matrix) -> dict[str, int]:
+    """How many cells by outcome and source."""
+    return dict(sorted(Counter(f"{r.outcome} ({r.source.value})" for r in matrix.results).items()))
+
+
+def flat(result: CellResult, speed_up: float | None) -> dict[str, Any]:
+    """One row of the CSV and JSON."""
+    cell = result.cell
+    return {
+        "cell": cell.id,
+        "scope": cell.scope.value,
+        "source": result.source.value,
+        "outcome": result.outcome,
+        "model": cell.model,
+        "gpu": cell.gpu,
+        "tp": cell.tp,
+        "requests": cell.requests,
+        "q": cell.q,
+        "rows": cell.rows,
+        "padded_rows": cell.padded_rows,
+        "context_tokens": cell.context_tokens,
+        "acceptance_length": cell.acceptance_length,
+        "acceptance": result.acceptance.value,
+        "decode_backend": cell.backend,
+        "mixed_prefill": cell.mixed_prefill,
+        "step_us": result.step_us,
+        "step_low_us": result.step_low_us,
+        "step_high_us": result.step_high_us,
+        "draft_us": result.draft_us if result.step_us else None,
+        "tokens_per_s_per_user": result.tokens_per_s_per_user,
+        "tokens_per_s": result.tokens_per_s,
+        "speed_up": speed_up,
+        "floor_us": result.floor_us,
+        "fraction_of_floor": result.fraction_of_floor,
+        "evidence": result.evidence,
+        "correctness": result.correctness,
+        "reasons": "; ".join(result.reasons),
+    }
+
+
+def rows_of(matrix: Matrix) -> list[dict[str, Any]]:
+    ratios = speed_ups(matrix.results)
+    made = []
+    for result in matrix.results:
+        ratio, refused = ratios.get(result.cell.id, (None, ()))
+        made.append(flat(result, None if refused else ratio))
+    return made
+
+
+def write(matrix: Matrix, folder: Path) -> dict[str, Path]:
+    """matrix.json, matrix.csv and matrix.md below `folder`. Raises HarnessError when it cannot be written."""
+    from perf.markdown import page
+
+    rows = rows_of(matrix)
+    body = {
+        "made_utc": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "counts": counts(matrix),
+        "assumptions": {backend: a.describe() for backend, a in matrix.assumptions.items()},
+        "no_projection": matrix.no_projection,
+        "projection_against_published": projection_errors(matrix.assumptions),
+        "cpu_engine": list(matrix.engine_rows),
+        "acceptance": dict(matrix.acceptance),
+        "conditions": {r.cell.id: r.conditions for r in (*matrix.layers.results, *matrix.engine, *matrix.servers)},
+        "cells": rows,
+    }
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    paths = {kind: folder / f"matrix.{kind}" for kind in ("json", "csv", "md")}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HarnessError(f"matrix: got {error}, needs a writable folder {folder}") from error
+    write_atomically(paths["json"], jsonio.dumps(body).encode() + b"\n")
+    write_atomically(paths["csv"], text.getvalue().encode())
+    write_atomically(paths["md"], page(matrix).encode())
+    return paths

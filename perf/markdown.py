@@ -1,0 +1,165 @@
+"""The matrix as Markdown that fits a pull request, and as the tables that a report shows. A multiplier stands beside its conditions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from perf.matrix import CellResult
+
+if TYPE_CHECKING:
+    from perf.build import Matrix
+
+CONTEXT_SHOWN = 8192
+Rows = list[list[Any]]
+
+
+def table(title: str, columns: Sequence[str], rows: Rows, note: str = "") -> dict[str, Any]:
+    return {"title": title, "columns": list(columns), "rows": rows, "note": note}
+
+
+def _short(value: float | None, digits: int = 4) -> str:
+    return "–" if value is None else f"{value:.{digits}g}" if abs(value) < 1e4 else f"{value:,.0f}"
+
+
+def conditions_text(result: CellResult) -> str:
+    """Everything a multiplier depends on, in one line."""
+    known, cell = result.conditions, result.cell
+    versions = ", ".join(f"{k} {v}" for k, v in dict(known.get("versions", {})).items())
+    speculation = "no speculation" if cell.q == 1 else f"{cell.q - 1} drafts, AL {cell.acceptance_length:g} {result.acceptance.value}"
+    prefill = "prefill mixed in" if cell.mixed_prefill else "prefill not counted"
+    sides = f"{known.get('gpus')} GPU on both sides"
+    return "; ".join(
+        [str(known.get("hardware")), sides, f"batch {cell.requests}", speculation, prefill, str(known.get("date")), versions or "no versions"]
+    )
+
+
+def tables(matrix: Matrix) -> list[dict[str, Any]]:
+    """Every table of the page, in order."""
+    return [_sources(matrix), _layers(matrix), _unpublishable(matrix), *_projections(matrix), _published(matrix), _refused(matrix), *_engine(matrix)]
+
+
+def _sources(matrix: Matrix) -> dict[str, Any]:
+    from perf.build import counts
+
+    rows: Rows = [[name, n] for name, n in counts(matrix).items()]
+    return table("Cells by outcome and source", ("outcome (source)", "cells"), rows, "Nothing is mixed: each row of the CSV names its source.")
+
+
+def _layers(matrix: Matrix) -> dict[str, Any]:
+    from perf.build import speed_ups
+
+    ratios = speed_ups(matrix.layers.results)
+    stock = {r.cell.id.replace("-auto", "-latency_specialized"): r for r in matrix.layers.results if r.cell.backend == "auto"}
+    rows: Rows = []
+    for r in matrix.layers.results:
+        if r.outcome != "measured" or r.cell.backend == "auto":
+            continue
+        ratio, refused = ratios.get(r.cell.id, (None, ()))
+        other = stock.get(r.cell.id)
+        shown = "–" if ratio is None or refused else f"{ratio:.2f}x"
+        spread = f"{_short(r.step_low_us)}–{_short(r.step_high_us)}"
+        rows.append(
+            [r.cell.tp, r.cell.rows, r.cell.q, _short(other.step_us if other else None), _short(r.step_us), spread, shown, _short(r.floor_us),
+             _short(r.fraction_of_floor, 2), conditions_text(r), r.evidence]
+        )  # fmt: skip
+    columns = ("TP", "rows", "q", "stock, us", "ours, us", "quartiles", "speed-up", "floor, us", "floor share", "conditions", "evidence")
+    first = next((r for r in matrix.layers.results if r.outcome == "measured"), None)
+    what = f"{first.conditions['what']}. Stock leaves out {first.conditions['stock_excludes']}." if first else "None may be shown."
+    return table("Measured: one KDA + MoE layer, one rank's share (gpu_timer)", columns, rows, what + " Not a step of the model.")
+
+
+def _unpublishable(matrix: Matrix) -> dict[str, Any]:
+    bad = [r for r in matrix.layers.results if r.outcome != "measured"]
+    rows: Rows = [[r.cell.id, r.outcome, "; ".join(r.reasons), r.evidence] for r in bad]
+    note = "A speed without a passing correctness record of the same kernels is not shown."
+    return table("Timed, but not shown", ("cell", "outcome", "reasons", "evidence"), rows, note)
+
+
+def _projections(matrix: Matrix) -> list[dict[str, Any]]:
+    from perf.build import speed_ups
+
+    ratios = speed_ups(matrix.steps)
+    made = []
+    for gpu, tp in dict.fromkeys((r.cell.gpu, r.cell.tp) for r in matrix.steps if r.step_us):
+        rows: Rows = []
+        for r in matrix.steps:
+            c = r.cell
+            if (c.gpu, c.tp, c.context_tokens, c.backend) != (gpu, tp, CONTEXT_SHOWN, "latency_specialized") or not r.step_us:
+                continue
+            if c.q == 8 and c.acceptance_length not in (1.0, 4.0, 6.0, 8.0):
+                continue
+            label = f"AL {c.acceptance_length:g} applied" if c.q > 1 else "off"
+            mark = " (extrapolated)" if r.conditions["extrapolated"] else ""
+            rows.append(
+                [f"{c.rows}{mark}", c.requests, label, _short(r.step_us), _short(r.draft_us), _short(r.tokens_per_s_per_user),
+                 _short(r.tokens_per_s), f"{ratios[c.id][0]:.2f}x", _short(r.floor_us)]
+            )  # fmt: skip
+        columns = ("rows", "batch", "speculation", "step, us", "draft, us", "tok/s a user", "tok/s", "over projected stock", "floor, us")
+        note = f"Projection, not a measurement: decode alone, {CONTEXT_SHOWN} cached tokens a request, {tp} {gpu} on both sides. {_basis(matrix)}"
+        made.append(table(f"PROJECTION: {gpu}, TP{tp}", columns, rows, note))
+    return made
+
+
+def _basis(matrix: Matrix) -> str:
+    parts = []
+    for backend, a in matrix.assumptions.items():
+        parts.append(
+            f"{backend}: {a.fraction_of_floor:.2f} of the memory rate and {a.launch_us:.2f} us a launch, fitted to {len(a.evidence)} layers on "
+            f"{a.measured_on} (worst fit {a.fit_error:.0%}; {', '.join(a.evidence)}); {a.exchanges_a_layer} exchanges a layer at {a.exchange_us:g} us, guessed."
+        )
+    return " ".join(parts)
+
+
+def _published(matrix: Matrix) -> dict[str, Any]:
+    from perf.build import projection_errors
+
+    rows: Rows = [
+        [e["conditions"], e["cell"], _short(e["published_us"]), _short(e["projected_us"]), f"{e['error']:+.0%}", ", ".join(e["evidence"])]
+        for e in projection_errors(matrix.assumptions)
+    ]
+    note = matrix.no_projection or "Numbers published by others. The error is what a projection of this table is worth."
+    return table("Projection against published numbers", ("conditions", "cell", "published, us", "projected, us", "error", "rests on"), rows, note)
+
+
+def _refused(matrix: Matrix) -> dict[str, Any]:
+    found = Counter((r.cell.gpu, r.cell.tp, r.cell.requests, r.cell.q, "; ".join(r.reasons)) for r in matrix.steps if r.outcome == "refused")
+    rows: Rows = [[*key[:4], n, key[4]] for key, n in found.items()]
+    note = "Cells outside the scope; such steps run stock. Each one is a row of the CSV."
+    return table("Refused", ("GPU", "TP", "batch", "q", "cells", "reason"), rows, note)
+
+
+def _engine(matrix: Matrix) -> list[dict[str, Any]]:
+    rows: Rows = []
+    for row in matrix.engine_rows:
+        ratio = f"{row['speed_up']:.2f} ({row['speed_up_low']:.2f}–{row['speed_up_high']:.2f})" if "speed_up" in row else "–"
+        worst = max((row["stock_worst_error"], row["candidate_worst_error"]), key=lambda e: (e != e, e))
+        rows.append(
+            [row["candidate"], row["requests"], row["q"], _short(row["stock_us"]), _short(row["candidate_us"]), ratio, row.get("decision", row["outcome"]),
+             _short(worst, 2), "; ".join(row["reasons"])]
+        )  # fmt: skip
+    columns = ("candidate", "batch", "q", "stock, us", "candidate, us", "stock over candidate", "decision", "worst row error", "objections")
+    note = "cpu_engine: the nano model on this machine's processor, contract execution. It tests the machinery and says nothing about a GPU."
+    made = [table("The nano engine on the CPU", columns, rows, note)] if rows else []
+    if matrix.acceptance:
+        a = matrix.acceptance
+        columns = ("acceptance", "mean length", "verify steps", "items", "drafts", "problem")
+        rows = [[a["acceptance"], _short(a["mean_length"]), a["verify_steps"], a["items"], a["drafts"], a["problem"] or "none"]]
+        made.append(table("Acceptance length of the real drafter (nano, word problems)", columns, rows, "Measured, not applied."))
+    return made
+
+
+def page(matrix: Matrix) -> str:
+    """The page; ends with a newline."""
+    lines = ["# Speed matrix", ""]
+    for made in tables(matrix):
+        lines += [f"## {made['title']}", ""] + ([made["note"], ""] if made["note"] else [])
+        if made["rows"]:
+            lines.append("| " + " | ".join(map(str, made["columns"])) + " |")
+            lines.append("|" + " --- |" * len(made["columns"]))
+            lines += ["| " + " | ".join(str(item).replace("|", "\\|") for item in row) + " |" for row in made["rows"]]
+        else:
+            lines.append("None.")
+        lines.append("")
+    return "\n".join(lines)

@@ -1,0 +1,138 @@
+"""Comparisons of two sets of evidence: planted slow-downs found where they are, equal sets left alone, absence never a pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from perf.compare import Times, compare_folders, compare_times, lines, read_times, times_of
+from perf.decision import decide
+from validation.core.store import EvidenceStore
+from validation.core.types import Case, Evidence, HarnessError, Measurement, Outcome, Run, Status
+
+LAUNCHES = {"attn_res": 5.0, "in_proj": 23.0, "kda": 7.0, "o_proj": 8.0, "experts_up": 15.0, "experts_down": 10.0}
+
+
+def layer(rows: int, seed: int, slow: str = "", factor: float = 1.05, n: int = 40) -> Evidence:
+    """A synthetic layer record: times of each launch and of the layer, with a scatter of one in a hundred."""
+    rng = np.random.default_rng([seed, rows])
+    times = {name: us * (factor if name == slow else 1) * rng.lognormal(0, 0.01, n) for name, us in LAUNCHES.items()}
+    whole = np.sum(list(times.values()), axis=0)
+    return Evidence(
+        id="",
+        run="",
+        check="perf.layer",
+        case=Case(subject=f"k3-tp8-r{rows}"),
+        outcome=Outcome.MEASURED,
+        measurements=(Measurement(name="fused_us", value=float(np.median(whole)), unit="us", samples=tuple(whole)),),
+        details={"launches": {name: list(samples) for name, samples in times.items()}},
+    )
+
+
+def times(seed: int, **slow: str) -> dict[str, Times]:
+    """Layers at 1, 8 and 64 rows; `r8="in_proj"` slows that launch in that layer."""
+    return times_of([layer(rows, seed, slow.get(f"r{rows}", "")) for rows in (1, 8, 64)], "H200")
+
+
+def test_a_five_percent_slowdown_of_one_launch_is_found_in_the_layer_that_holds_it() -> None:
+    for launch in LAUNCHES:
+        found = compare_times(times(1), times(2, r8=launch), 0.03)
+        assert found.status is Status.FAIL
+        assert [cell.cell for cell in found.slower] == [f"perf.layer k3-tp8-r8 rank0 H200 launch {launch}"]
+        assert launch in lines(found)[0]
+        assert "k3-tp8-r8" in lines(found)[0]
+
+
+def test_equal_sets_are_never_called_slower_in_fifty_runs() -> None:
+    for seed in range(50):
+        found = compare_times(times(seed), times(1000 + seed), 0.03)
+        assert found.slower == ()
+    assert found.status is Status.PASS
+
+
+def test_a_faster_candidate_passes() -> None:
+    faster = times_of([layer(rows, 2, "kda", 0.5) for rows in (1, 8, 64)], "H200")
+    assert compare_times(times(1), faster, 0.03).status is Status.PASS
+
+
+def test_missing_cells_are_not_a_pass() -> None:
+    some = {name: value for name, value in times(2).items() if "r64" not in name}
+    found = compare_times(times(1), some, 0.03)
+    assert found.status is Status.NOT_PROVEN
+    assert len(found.missing) == len(LAUNCHES) + 1
+    assert compare_times(times(1), {}, 0.03).status is Status.NOT_PROVEN
+    with pytest.raises(HarnessError, match="no timed cell in the base"):
+        compare_times({}, times(1), 0.03)
+    with pytest.raises(HarnessError, match="margin"):
+        compare_times(times(1), times(2), float("nan"))
+
+
+def test_another_gpu_is_another_cell() -> None:
+    other = times_of([layer(1, 2)], "B200")
+    assert compare_times(times_of([layer(1, 1)], "H200"), other, 0.03).missing
+
+
+def test_times_too_scattered_to_tell_are_not_a_pass() -> None:
+    rng = np.random.default_rng(0)
+    wild = {"x": Times(samples=tuple(10 * rng.lognormal(0, 0.5, 8)))}
+    assert compare_times(wild, wild, 0.03).status is Status.NOT_PROVEN
+    unknown = {"x": Times(median=10.0)}
+    assert compare_times(unknown, unknown, 0.03).status is Status.NOT_PROVEN
+    bad = {"x": Times(samples=(1.0, float("nan"), 1.0))}
+    assert compare_times({"x": Times(samples=(1.0, 1.01, 0.99))}, bad, 0.03).status is Status.NOT_PROVEN
+
+
+def test_quartiles_stand_in_for_samples_when_the_record_says_how_many() -> None:
+    def quartiles(median: float) -> dict[str, Times]:
+        return {"x": Times(median=median, low=0.995 * median, high=1.005 * median, n=50)}
+
+    assert compare_times(quartiles(100.0), quartiles(100.4), 0.03).status is Status.PASS
+    assert compare_times(quartiles(100.0), quartiles(106.0), 0.03).status is Status.FAIL
+
+
+def store(folder: Path, records: list[Evidence]) -> Path:
+    run = Run(
+        id=f"R-{folder.name}", started_utc="2026-11-01T00:00:00Z", argv=(), commit="c", dirty=False, profile="gpu", config={},
+        hardware={"gpu": "NVIDIA H200"}, versions={},
+    )  # fmt: skip
+    kept = EvidenceStore.create(folder.parent, run, {"cases": [], "absent_lanes": []}, durable=False)
+    for record in records:
+        kept.append(record)
+    kept.close("2026-11-01T00:00:01Z")
+    return kept.run_dir
+
+
+def test_folders_and_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from perf.__main__ import main
+
+    base = store(tmp_path / "a", [layer(1, 1), layer(8, 1)])
+    same = store(tmp_path / "b", [layer(1, 2), layer(8, 2)])
+    slow = store(tmp_path / "c", [layer(1, 2), layer(8, 2, "kda")])
+    part = store(tmp_path / "d", [layer(1, 2), dataclasses.replace(layer(8, 2), outcome=Outcome.ERROR, measurements=(), reasons=("x",))])
+    assert [main(["compare", str(base), str(other)]) for other in (same, slow, part)] == [0, 1, 2]
+    assert "launch kda" in capsys.readouterr().err
+    assert main(["compare", str(base), str(tmp_path / "nothing")]) == 3
+    assert compare_folders(base, slow).slower[0].cell.endswith("launch kda")
+    assert len(read_times(base)) == 2 * (len(LAUNCHES) + 1)
+
+
+def test_stock_against_stock_is_never_called_different_in_fifty_runs() -> None:
+    """The word at the end of the pipeline, with drift that both sides share and a tail of interrupted samples."""
+    words = []
+    for seed in range(50):
+        rng = np.random.default_rng(seed)
+        drift = 1 + 0.1 * np.sin(np.arange(36) / 5)
+        sides = drift * 50 * rng.lognormal(0, 0.03, size=(2, 36)) * (1 + 2.0 * (rng.random((2, 36)) < 0.05))
+        words.append(decide(sides[0].tolist(), sides[1].tolist(), seed=seed))
+    assert set(words) == {"no difference"}
+
+
+def test_a_real_difference_gets_its_word_and_too_few_pairs_get_none() -> None:
+    rng = np.random.default_rng(3)
+    base = 50 * rng.lognormal(0, 0.01, 30)
+    assert decide(base.tolist(), (base * 1.05).tolist()) == "slower"
+    assert decide(base.tolist(), (base / 1.05).tolist()) == "faster"
+    assert decide(base[:6].tolist(), (2 * base[:6]).tolist()) == "too few pairs"
