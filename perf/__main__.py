@@ -21,13 +21,19 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     matrix = commands.add_parser("matrix", help="list and fill every cell (two minutes at most, no GPU)")
     matrix.add_argument("--gpu", action="append", help="H200, B200, B300 or GB300; may be repeated (default: H200 and GB300)")
-    matrix.add_argument("--out", type=Path, default=PROJECT_ROOT / "reports" / "runs" / "perf-matrix", help="folder of matrix.json, .csv, .md")
+    matrix.add_argument(
+        "--out", type=Path, default=PROJECT_ROOT / "reports" / "runs" / "perf-matrix", help="folder of matrix.json, .csv, .md"
+    )
     matrix.add_argument("--candidate", default="specialized", help="what the nano engine times against stock")
     matrix.add_argument("--no-engine", action="store_true", help="leave out the nano engine on this machine")
-    matrix.add_argument("--server", action="append", nargs=2, metavar=("CELL", "JSON"), default=[], help="a `vllm bench` result of a cell id")
+    matrix.add_argument(
+        "--server", action="append", nargs=2, metavar=("CELL", "JSON"), default=[], help="a `vllm bench` result of a cell id"
+    )
     matrix.add_argument("--state", type=Path, help="folder that keeps finished parts, so that a stopped sweep continues")
     matrix.add_argument("--ray-address", help="run the sweep's parts on a Ray cluster instead of local processes")
-    compare = commands.add_parser("compare", help="per cell ratio of two run folders; a slow-down beyond the policy's margin fails (seconds)")
+    compare = commands.add_parser(
+        "compare", help="per cell ratio of two run folders; a slow-down beyond the policy's margin fails (seconds)"
+    )
     compare.add_argument("base", type=Path)
     compare.add_argument("candidate", type=Path)
     compare.add_argument("--margin", type=float, help="allowed slow-down as a share (default: the policy's)")
@@ -39,7 +45,9 @@ def matrix(asked: argparse.Namespace) -> int:
     from perf.servers import read_cell
     from perf.sweep import Part, run_parts
 
-    parts = [Part(name="acceptance", function="perf.cpu_engine:measured_acceptance", arguments={"candidate": asked.candidate}, limit_s=60.0)]
+    parts = [
+        Part(name="acceptance", function="perf.cpu_engine:measured_acceptance", arguments={"candidate": asked.candidate}, limit_s=60.0)
+    ]
     parts.append(Part(name="engine", function="perf.cpu_engine:measure", arguments={"candidate": asked.candidate}, limit_s=90.0))
     done = {} if asked.no_engine else run_parts(parts, state=asked.state, processes=1, ray_address=asked.ray_address)
     problems = [f"{name}: {outcome.reason}" for name, outcome in done.items() if outcome.outcome != "measured"]
@@ -63,7 +71,10 @@ def compare(asked: argparse.Namespace) -> int:
     found = compare_folders(asked.base, asked.candidate, margin=asked.margin)
     for line in lines(found):
         print(line, file=sys.stderr)
-    print(jsonio.dumps({"verdict": found.status, "cells": len(found.cells), "slower": len(found.slower), "missing": len(found.missing)}), flush=True)
+    print(
+        jsonio.dumps({"verdict": found.status, "cells": len(found.cells), "slower": len(found.slower), "missing": len(found.missing)}),
+        flush=True,
+    )
     return EXIT_CODES[found.status]
 
 

@@ -112,7 +112,7 @@ def read_latency(path: Path) -> LatencyResult:
     percentiles = table.get("percentiles")
     median = _number({str(k): v for k, v in percentiles.items()} if isinstance(percentiles, dict) else {}, "50", problems)
     tokens = _number(table, "output_len", problems)
-    if median is not None and median <= 0 or tokens is not None and tokens < 1:
+    if (median is not None and median <= 0) or (tokens is not None and tokens < 1):
         problems.append(f"percentiles and output_len: got {median!r} s and {tokens!r} tokens, needs both above 0")
     if problems or average is None or median is None or tokens is None:
         raise HarnessError(f"bench JSON {path}: {len(problems)} problem(s): " + "; ".join(problems))

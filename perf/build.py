@@ -1,10 +1,10 @@
 """The whole matrix: every cell listed, refused ones with their reasons, the rest filled from what there is, each with its source.
 
-    gpu_timer   published records of this code (one rank's share of a layer), where their correctness stands
-    projection  the analytic model with assumptions fitted to those records; never a measurement
-    model       the floor alone, where nothing published may carry a projection
-    cpu_engine  the nano engine on this machine, when asked for: a test of the machinery
-    server      `vllm bench` JSON, when given
+gpu_timer   published records of this code (one rank's share of a layer), where their correctness stands
+projection  the analytic model with assumptions fitted to those records; never a measurement
+model       the floor alone, where nothing published may carry a projection
+cpu_engine  the nano engine on this machine, when asked for: a test of the machinery
+server      `vllm bench` JSON, when given
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 import datetime
 import io
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from perf.hardware import gpu
+from perf.markdown import CONTEXT_SHOWN, conditions_text, page
 from perf.matrix import AcceptanceKind, Cell, CellResult, Source, comparison_refusals, enumerate_cells
 from perf.model import (
     PUBLISHED as PUBLISHED_BY_OTHERS,
@@ -193,10 +195,37 @@ def rows_of(matrix: Matrix) -> list[dict[str, Any]]:
     return made
 
 
+def figures_data(matrix: Matrix) -> dict[str, Any]:
+    """What the report draws: layers shown, launches of a layer, and projected steps at one context. JSON values only."""
+    ratios = speed_ups(matrix.results)
+    layers = [
+        {
+            "tp": r.cell.tp, "rows": r.cell.rows, "q": r.cell.q, "backend": r.cell.backend, "gpu": r.cell.gpu, "us": r.step_us,
+            "low_us": r.step_low_us, "high_us": r.step_high_us, "floor_us": r.floor_us, "evidence": r.evidence,
+            "launches": r.conditions.get("launches"), "conditions": conditions_text(r),
+        }
+        for r in matrix.layers.results
+        if r.step_us is not None
+    ]  # fmt: skip
+    steps = [
+        {
+            "gpu": r.cell.gpu, "tp": r.cell.tp, "requests": r.cell.requests, "q": r.cell.q, "rows": r.cell.rows,
+            "al": r.cell.acceptance_length, "backend": r.cell.backend, "user": r.tokens_per_s_per_user, "total": r.tokens_per_s,
+            "speed_up": ratios[r.cell.id][0] if r.cell.id in ratios else None, "source": r.source.value,
+        }
+        for r in matrix.steps
+        if r.step_us is not None and r.cell.context_tokens == CONTEXT_SHOWN
+    ]  # fmt: skip
+    launches = [
+        {"tp": p.tp, "rows": p.rows, "gpu": p.gpu, "evidence": p.evidence, "launches": [[n, statistics.median(s)] for n, s in p.launches]}
+        for p in matrix.layers.launches
+    ]
+    basis = {b: {"evidence": list(a.evidence), "measured_on": a.measured_on} for b, a in matrix.assumptions.items()}
+    return {"layers": layers, "steps": steps, "launches": launches, "basis": basis, "context_tokens": CONTEXT_SHOWN}
+
+
 def write(matrix: Matrix, folder: Path) -> dict[str, Path]:
     """matrix.json, matrix.csv and matrix.md below `folder`. Raises HarnessError when it cannot be written."""
-    from perf.markdown import page
-
     rows = rows_of(matrix)
     body = {
         "made_utc": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),

@@ -185,7 +185,8 @@ def read_times(folder: Path) -> dict[str, Times]:
 def lines(change: Change, shown: int = 15) -> list[str]:
     """What a person reads: the verdict's reasons, worst first, each with both evidence ids."""
     text = [
-        f"slower: {c.cell}: {c.ratio:.3f} ({c.low:.3f}..{c.high:.3f}) of the base, allowed {1 + change.margin:.3f} ({c.base} -> {c.candidate})"
+        f"slower: {c.cell}: {c.ratio:.3f} ({c.low:.3f}..{c.high:.3f}) of the base, allowed {1 + change.margin:.3f} "
+        f"({c.base} -> {c.candidate})"
         for c in change.slower[:shown]
     ]
     text += [f"missing: {name}" for name in change.missing[:shown]]

@@ -23,7 +23,9 @@ ERROR_LIMIT = 0.7
 ACCEPTANCE_ITEMS, ACCEPTANCE_TOKENS = 4, 48
 
 
-def measure(candidate: str = "specialized", shapes: Iterable[tuple[int, int]] = SHAPES, *, pairs: int = PAIRS, control: bool = True) -> list[dict[str, Any]]:
+def measure(
+    candidate: str = "specialized", shapes: Iterable[tuple[int, int]] = SHAPES, *, pairs: int = PAIRS, control: bool = True
+) -> list[dict[str, Any]]:
     """One row a shape: both sides' medians, the ratio with its interval, what was objected, and the decision. `control` adds stock
     against stock. Raises HarnessError when a subject dies or hangs."""
     from perf import nano_subject
@@ -56,20 +58,27 @@ def conditions() -> dict[str, Any]:
     }
 
 
-def _row(found: Comparison, requests: int, q: int, candidate: str) -> dict[str, Any]:
-    from kimi_k3_decode.config import NANO
+def _cell(requests: int, q: int, backend: str) -> Cell:
+    return Cell(model="nano-k3", gpu="cpu", tp=1, requests=requests, q=q, context_tokens=64, acceptance_length=1.0, backend=backend)
 
+
+def _row(found: Comparison, requests: int, q: int, candidate: str) -> dict[str, Any]:
     made: dict[str, Any] = {
-        "cell": Cell(model=NANO.name, gpu="cpu", tp=1, requests=requests, q=q, context_tokens=64, acceptance_length=1.0, backend="latency_specialized").id,
+        "cell": _cell(requests, q, "latency_specialized").id,
         "requests": requests,
         "q": q,
         "candidate": candidate,
         "outcome": found.outcome,
         "reasons": list(found.reasons),
-    }  # fmt: skip
+    }
     for name, side in (("stock", found.stock), ("candidate", found.candidate)):
         middle = median_interval(side.samples_us)
-        made |= {f"{name}_us": middle.value, f"{name}_low_us": middle.low, f"{name}_high_us": middle.high, f"{name}_worst_error": side.worst_error}
+        made |= {
+            f"{name}_us": middle.value,
+            f"{name}_low_us": middle.low,
+            f"{name}_high_us": middle.high,
+            f"{name}_worst_error": side.worst_error,
+        }
         made[f"{name}_samples_us"] = list(side.samples_us)
     if found.outcome == "measured":
         ratio = found.speed_up
@@ -80,15 +89,13 @@ def _row(found: Comparison, requests: int, q: int, candidate: str) -> dict[str, 
 
 def results(rows: Iterable[dict[str, Any]]) -> list[CellResult]:
     """The rows as cells of the table, source cpu_engine."""
-    from kimi_k3_decode.config import NANO
-
     made = []
     shared = conditions()
     for row in rows:
         for side, backend in (("stock", "auto"), ("candidate", "latency_specialized")):
             if side == "candidate" and row["candidate"] == "stock":
                 continue
-            cell = Cell(model=NANO.name, gpu="cpu", tp=1, requests=row["requests"], q=row["q"], context_tokens=64, acceptance_length=1.0, backend=backend)
+            cell = _cell(row["requests"], row["q"], backend)
             ok = row["outcome"] == "measured"
             made.append(
                 CellResult(
@@ -102,11 +109,13 @@ def results(rows: Iterable[dict[str, Any]]) -> list[CellResult]:
                     reasons=tuple(row["reasons"]),
                     conditions=shared,
                 )
-            )  # fmt: skip
+            )
     return list({result.cell.id: result for result in reversed(made)}.values())[::-1]
 
 
-def measured_acceptance(candidate: str = "specialized", items: int = ACCEPTANCE_ITEMS, tokens: int = ACCEPTANCE_TOKENS, asked: float | None = None) -> dict[str, Any]:
+def measured_acceptance(
+    candidate: str = "specialized", items: int = ACCEPTANCE_ITEMS, tokens: int = ACCEPTANCE_TOKENS, asked: float | None = None
+) -> dict[str, Any]:
     """Mean accepted length of the shipped drafter over word problems of the test set, verified by the candidate.
 
     `asked`: the acceptance length that the cell wants; further off than the policy's tolerance, the cell fails.

@@ -16,7 +16,10 @@ LEAST_PAIRS = 12  # a bootstrap of fewer pairs cannot reach the confidence
 
 
 def decide(stock_us: Sequence[float], candidate_us: Sequence[float], *, seed: int = 0) -> str:
-    """One of "faster", "slower", "no difference" or "too few pairs", of the candidate. Raises ValueError for samples that cannot be paired."""
+    """One of "faster", "slower", "no difference" or "too few pairs", of the candidate.
+
+    Raises ValueError for samples that cannot be paired.
+    """
     if min(len(stock_us), len(candidate_us)) < LEAST_PAIRS:
         return "too few pairs"
     ratio = paired_ratio(stock_us, candidate_us, seed=seed, confidence=CONFIDENCE)

@@ -31,20 +31,38 @@ def conditions_text(result: CellResult) -> str:
     prefill = "prefill mixed in" if cell.mixed_prefill else "prefill not counted"
     sides = f"{known.get('gpus')} GPU on both sides"
     return "; ".join(
-        [str(known.get("hardware")), sides, f"batch {cell.requests}", speculation, prefill, str(known.get("date")), versions or "no versions"]
+        [
+            str(known.get("hardware")),
+            sides,
+            f"batch {cell.requests}",
+            speculation,
+            prefill,
+            str(known.get("date")),
+            versions or "no versions",
+        ]
     )
 
 
 def tables(matrix: Matrix) -> list[dict[str, Any]]:
     """Every table of the page, in order."""
-    return [_sources(matrix), _layers(matrix), _unpublishable(matrix), *_projections(matrix), _published(matrix), _refused(matrix), *_engine(matrix)]
+    return [
+        _sources(matrix),
+        _layers(matrix),
+        _unpublishable(matrix),
+        *_projections(matrix),
+        _published(matrix),
+        _refused(matrix),
+        *_engine(matrix),
+    ]
 
 
 def _sources(matrix: Matrix) -> dict[str, Any]:
     from perf.build import counts
 
     rows: Rows = [[name, n] for name, n in counts(matrix).items()]
-    return table("Cells by outcome and source", ("outcome (source)", "cells"), rows, "Nothing is mixed: each row of the CSV names its source.")
+    return table(
+        "Cells by outcome and source", ("outcome (source)", "cells"), rows, "Nothing is mixed: each row of the CSV names its source."
+    )
 
 
 def _layers(matrix: Matrix) -> dict[str, Any]:
@@ -61,9 +79,20 @@ def _layers(matrix: Matrix) -> dict[str, Any]:
         shown = "–" if ratio is None or refused else f"{ratio:.2f}x"
         spread = f"{_short(r.step_low_us)}–{_short(r.step_high_us)}"
         rows.append(
-            [r.cell.tp, r.cell.rows, r.cell.q, _short(other.step_us if other else None), _short(r.step_us), spread, shown, _short(r.floor_us),
-             _short(r.fraction_of_floor, 2), conditions_text(r), r.evidence]
-        )  # fmt: skip
+            [
+                r.cell.tp,
+                r.cell.rows,
+                r.cell.q,
+                _short(other.step_us if other else None),
+                _short(r.step_us),
+                spread,
+                shown,
+                _short(r.floor_us),
+                _short(r.fraction_of_floor, 2),
+                conditions_text(r),
+                r.evidence,
+            ]
+        )
     columns = ("TP", "rows", "q", "stock, us", "ours, us", "quartiles", "speed-up", "floor, us", "floor share", "conditions", "evidence")
     first = next((r for r in matrix.layers.results if r.outcome == "measured"), None)
     what = f"{first.conditions['what']}. Stock leaves out {first.conditions['stock_excludes']}." if first else "None may be shown."
@@ -93,11 +122,21 @@ def _projections(matrix: Matrix) -> list[dict[str, Any]]:
             label = f"AL {c.acceptance_length:g} applied" if c.q > 1 else "off"
             mark = " (extrapolated)" if r.conditions["extrapolated"] else ""
             rows.append(
-                [f"{c.rows}{mark}", c.requests, label, _short(r.step_us), _short(r.draft_us), _short(r.tokens_per_s_per_user),
-                 _short(r.tokens_per_s), f"{ratios[c.id][0]:.2f}x", _short(r.floor_us)]
-            )  # fmt: skip
+                [
+                    f"{c.rows}{mark}",
+                    c.requests,
+                    label,
+                    _short(r.step_us),
+                    _short(r.draft_us),
+                    _short(r.tokens_per_s_per_user),
+                    _short(r.tokens_per_s),
+                    f"{ratios[c.id][0]:.2f}x",
+                    _short(r.floor_us),
+                ]
+            )
         columns = ("rows", "batch", "speculation", "step, us", "draft, us", "tok/s a user", "tok/s", "over projected stock", "floor, us")
-        note = f"Projection, not a measurement: decode alone, {CONTEXT_SHOWN} cached tokens a request, {tp} {gpu} on both sides. {_basis(matrix)}"
+        what = f"decode alone, {CONTEXT_SHOWN} cached tokens a request, {tp} {gpu} on both sides"
+        note = f"Projection, not a measurement: {what}. {_basis(matrix)}"
         made.append(table(f"PROJECTION: {gpu}, TP{tp}", columns, rows, note))
     return made
 
@@ -106,8 +145,9 @@ def _basis(matrix: Matrix) -> str:
     parts = []
     for backend, a in matrix.assumptions.items():
         parts.append(
-            f"{backend}: {a.fraction_of_floor:.2f} of the memory rate and {a.launch_us:.2f} us a launch, fitted to {len(a.evidence)} layers on "
-            f"{a.measured_on} (worst fit {a.fit_error:.0%}; {', '.join(a.evidence)}); {a.exchanges_a_layer} exchanges a layer at {a.exchange_us:g} us, guessed."
+            f"{backend}: {a.fraction_of_floor:.2f} of the memory rate and {a.launch_us:.2f} us a launch, fitted to {len(a.evidence)} "
+            f"layers on {a.measured_on} (worst fit {a.fit_error:.0%}; {', '.join(a.evidence)}); "
+            f"{a.exchanges_a_layer} exchanges a layer at {a.exchange_us:g} us, guessed."
         )
     return " ".join(parts)
 
@@ -120,11 +160,15 @@ def _published(matrix: Matrix) -> dict[str, Any]:
         for e in projection_errors(matrix.assumptions)
     ]
     note = matrix.no_projection or "Numbers published by others. The error is what a projection of this table is worth."
-    return table("Projection against published numbers", ("conditions", "cell", "published, us", "projected, us", "error", "rests on"), rows, note)
+    return table(
+        "Projection against published numbers", ("conditions", "cell", "published, us", "projected, us", "error", "rests on"), rows, note
+    )
 
 
 def _refused(matrix: Matrix) -> dict[str, Any]:
-    found = Counter((r.cell.gpu, r.cell.tp, r.cell.requests, r.cell.q, "; ".join(r.reasons)) for r in matrix.steps if r.outcome == "refused")
+    found = Counter(
+        (r.cell.gpu, r.cell.tp, r.cell.requests, r.cell.q, "; ".join(r.reasons)) for r in matrix.steps if r.outcome == "refused"
+    )
     rows: Rows = [[*key[:4], n, key[4]] for key, n in found.items()]
     note = "Cells outside the scope; such steps run stock. Each one is a row of the CSV."
     return table("Refused", ("GPU", "TP", "batch", "q", "cells", "reason"), rows, note)
@@ -136,11 +180,22 @@ def _engine(matrix: Matrix) -> list[dict[str, Any]]:
         ratio = f"{row['speed_up']:.2f} ({row['speed_up_low']:.2f}–{row['speed_up_high']:.2f})" if "speed_up" in row else "–"
         worst = max((row["stock_worst_error"], row["candidate_worst_error"]), key=lambda e: (e != e, e))
         rows.append(
-            [row["candidate"], row["requests"], row["q"], _short(row["stock_us"]), _short(row["candidate_us"]), ratio, row.get("decision", row["outcome"]),
-             _short(worst, 2), "; ".join(row["reasons"])]
-        )  # fmt: skip
+            [
+                row["candidate"],
+                row["requests"],
+                row["q"],
+                _short(row["stock_us"]),
+                _short(row["candidate_us"]),
+                ratio,
+                row.get("decision", row["outcome"]),
+                _short(worst, 2),
+                "; ".join(row["reasons"]),
+            ]
+        )
     columns = ("candidate", "batch", "q", "stock, us", "candidate, us", "stock over candidate", "decision", "worst row error", "objections")
-    note = "cpu_engine: the nano model on this machine's processor, contract execution. It tests the machinery and says nothing about a GPU."
+    note = (
+        "cpu_engine: the nano model on this machine's processor, contract execution. It tests the machinery and says nothing about a GPU."
+    )
     made = [table("The nano engine on the CPU", columns, rows, note)] if rows else []
     if matrix.acceptance:
         a = matrix.acceptance

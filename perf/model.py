@@ -44,7 +44,12 @@ def _launches(model: str, tp: int, rows: int, q: int) -> tuple[tuple[Contract, i
     first = {(config.is_kda(layer), config.is_moe(layer)): layer for layer in reversed(range(config.n_layers))}
     made = [(contract, n) for kind, n in kinds.items() for contract in _layer_contracts(model, tp, rows, q, first[kind])]
     final = next(contract for contract, _ in made if contract.op == "attn_res")
-    ends = [CONTRACTS["embedding"](shard, rows=rows), final, CONTRACTS["lm_head"](shard, rows=rows), CONTRACTS["sample"](shard, rows=rows, top_k=1)]
+    ends = [
+        CONTRACTS["embedding"](shard, rows=rows),
+        final,
+        CONTRACTS["lm_head"](shard, rows=rows),
+        CONTRACTS["sample"](shard, rows=rows, top_k=1),
+    ]
     return (*made, *((contract, 1) for contract in ends))
 
 

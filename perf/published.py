@@ -137,7 +137,11 @@ def read_published(root: Path = PUBLISHED) -> PublishedCells:
             if (match := CASE.fullmatch(subject)) and ("fused_us" in record.details):
                 for made in _layer_results(run, record, match, checks, _stale_layer(run, record, stale, today, policy)):
                     results[made.cell.id] = _with_repeat(results.get(made.cell.id), made)
-            elif (match := PROFILE.fullmatch(subject)) and record.details.get("kernels") and not _stale_layer(run, record, stale, today, policy):
+            elif (
+                (match := PROFILE.fullmatch(subject))
+                and record.details.get("kernels")
+                and not _stale_layer(run, record, stale, today, policy)
+            ):
                 launches += _launch_times(run, record, match, checks)
     kept = tuple(results.values())
     measured = [r for r in kept if r.outcome == "measured"]
@@ -174,7 +178,9 @@ def _with_repeat(before: CellResult | None, made: CellResult) -> CellResult:
     return replace(made, conditions={**made.conditions, "repeats": repeats})
 
 
-def _layer_results(run: Run, record: Evidence, match: re.Match[str], checks: Sequence[KernelCheck], stale: tuple[str, ...]) -> list[CellResult]:
+def _layer_results(
+    run: Run, record: Evidence, match: re.Match[str], checks: Sequence[KernelCheck], stale: tuple[str, ...]
+) -> list[CellResult]:
     tp, rows, q = (int(match[name]) for name in ("tp", "rows", "q"))
     details = record.details
     digests = run.config.get("digests") if isinstance(run.config.get("digests"), Mapping) else {}
@@ -195,9 +201,16 @@ def _layer_results(run: Run, record: Evidence, match: re.Match[str], checks: Seq
         if f"{name}_us" not in details:
             continue
         cell = Cell(
-            model="kimi-k3", gpu=gpu.name, tp=tp, requests=rows // q, q=q, context_tokens=0, acceptance_length=1.0, backend=backend,
+            model="kimi-k3",
+            gpu=gpu.name,
+            tp=tp,
+            requests=rows // q,
+            q=q,
+            context_tokens=0,
+            acceptance_length=1.0,
+            backend=backend,
             scope=Scope.LAYER,
-        )  # fmt: skip
+        )
         shown = not reasons
         made.append(
             CellResult(
@@ -237,9 +250,16 @@ def _conditions(run: Run, details: Mapping[str, Any], gpu: Gpu, launches: int) -
 
 def _unreadable(record: Evidence, tp: int, rows: int, q: int, why: str) -> CellResult:
     cell = Cell(
-        model="kimi-k3", gpu="unknown", tp=tp, requests=max(rows // max(q, 1), 1), q=q, context_tokens=0, acceptance_length=1.0, backend=OURS,
+        model="kimi-k3",
+        gpu="unknown",
+        tp=tp,
+        requests=max(rows // max(q, 1), 1),
+        q=q,
+        context_tokens=0,
+        acceptance_length=1.0,
+        backend=OURS,
         scope=Scope.LAYER,
-    )  # fmt: skip
+    )
     return CellResult(cell=cell, source=Source.GPU_TIMER, outcome="error", evidence=record.id, reasons=(why,))
 
 

@@ -73,7 +73,9 @@ def run_one(part: Part) -> Outcome:
         return Outcome(outcome="measured", value=jsonio.loads(answer.read_bytes()))
 
 
-def run_parts(parts: Sequence[Part], *, state: Path | None = None, processes: int = 1, ray_address: str | None = None) -> dict[str, Outcome]:
+def run_parts(
+    parts: Sequence[Part], *, state: Path | None = None, processes: int = 1, ray_address: str | None = None
+) -> dict[str, Outcome]:
     """Every part by name. Parts finished before, found in `state`, are not measured again.
 
     Raises:

@@ -86,8 +86,14 @@ def evals(lane: Lane) -> Section:
     return Section(figures=(made,) if made is not None else ())
 
 
+def perf(lane: Lane) -> Section:
+    from reports import perf_figures
+
+    return Section(figures=perf_figures.perf_figures(lane.records))
+
+
 Builder = Callable[[Lane], Section]
-BUILDERS: Mapping[str, Builder] = {"numerics": numerics, "evals": evals}
+BUILDERS: Mapping[str, Builder] = {"numerics": numerics, "evals": evals, "perf": perf}
 
 
 def section_of(lane: Lane) -> Section:

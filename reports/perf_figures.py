@@ -1,0 +1,156 @@
+"""The pictures of the speed lane, drawn from `details["perf"]` of its matrix record. Each says what is measured and what is projected.
+
+Colours are two of Okabe and Ito's palette (2008) and matplotlib's cividis, which reads the same without colour vision and in grey.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+from reports.figures import CANDIDATE, LIMIT, STOCK, WIDTH_INCHES, _finish
+from reports.sections import Figure
+from validation.core.types import Evidence
+
+OURS, AUTO = "latency_specialized", "auto"
+SIDES = ((AUTO, "stock", STOCK, "o", "-"), (OURS, "candidate", CANDIDATE, "x", "--"))
+
+
+def perf_figures(records: Sequence[Evidence]) -> tuple[Figure, ...]:
+    """Every figure that the newest matrix record carries data for."""
+    found = [(r, r.details["perf"]) for r in records if isinstance(r.details.get("perf"), Mapping)]
+    if not found:
+        return ()
+    record, data = found[-1]
+    made = [
+        *(_heat_map(record, data, gpu, tp) for gpu, tp in _places(data)),
+        *(_pareto(record, data, gpu, tp) for gpu, tp in _places(data)),
+        *(_timeline(record, data, profile) for profile in data.get("launches", ())),
+        _fraction(record, data),
+    ]
+    return tuple(figure for figure in made if figure is not None)
+
+
+def _places(data: Mapping[str, Any]) -> list[tuple[str, int]]:
+    return list(dict.fromkeys((step["gpu"], step["tp"]) for step in data.get("steps", ()) if step["speed_up"] is not None))
+
+
+def _basis(data: Mapping[str, Any]) -> str:
+    ids = dict.fromkeys(name for one in data.get("basis", {}).values() for name in one["evidence"])
+    on = dict.fromkeys(one["measured_on"] for one in data.get("basis", {}).values())
+    return f"Rests on layers measured on one {', '.join(on)}: {', '.join(ids)}."
+
+
+def _heat_map(record: Evidence, data: Mapping[str, Any], gpu: str, tp: int) -> Figure | None:
+    """Projected speed-up over stock, rows down, acceptance length across."""
+    cells = [s for s in data["steps"] if (s["gpu"], s["tp"]) == (gpu, tp) and s["speed_up"] is not None]
+    lengths = sorted({s["al"] for s in cells})
+    shapes = sorted({(s["q"], s["rows"]) for s in cells})
+    table = {((s["q"], s["rows"]), s["al"]): s["speed_up"] for s in cells}
+    grid = [[table.get((shape, al), float("nan")) for al in lengths] for shape in shapes]
+    canvas, axis = plt.subplots(figsize=(WIDTH_INCHES, 1.2 + 0.34 * len(shapes)))
+    image = axis.imshow(grid, cmap="cividis", aspect="auto")
+    low, high = image.get_clim()
+    for y, row in enumerate(grid):
+        for x, value in enumerate(row):
+            if value == value:
+                dark = value < (low + high) / 2
+                axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=7, color="white" if dark else "black")
+    axis.set_xticks(range(len(lengths)), [f"{al:g}" for al in lengths])
+    axis.set_yticks(range(len(shapes)), [f"{rows} rows, {'no speculation' if q == 1 else '7 drafts'}" for q, rows in shapes], fontsize=8)
+    axis.set_xlabel("acceptance length, applied (empty: refused, or not a setting)")
+    axis.set_title(f"PROJECTED speed-up over stock, {gpu}, TP{tp}", fontsize=10)
+    caption = (
+        f"Projection, not a measurement: stock's step plus draft over ours, {tp} {gpu} on both sides, decode alone, "
+        f"{data['context_tokens']} cached tokens a request, acceptance applied. {_basis(data)} Evidence {record.id}."
+    )
+    return _finish(canvas, f"perf-speed-up-{gpu}-tp{tp}", f"Projected speed-up by rows and acceptance length, {gpu} TP{tp}", caption)
+
+
+def _pareto(record: Evidence, data: Mapping[str, Any], gpu: str, tp: int) -> Figure | None:
+    """Tokens per second of a user against all users, both paths, without speculation and at one acceptance length."""
+    canvas, axis = plt.subplots(figsize=(WIDTH_INCHES, 3.8))
+    drawn = False
+    for backend, name, color, marker, style in SIDES:
+        for q, al, width, label in ((1, 1.0, 1.5, "no speculation"), (8, 4.0, 0.8, "7 drafts, AL 4 applied")):
+            points = sorted(
+                (s["user"], s["total"], s["requests"])
+                for s in data["steps"]
+                if (s["gpu"], s["tp"], s["backend"], s["q"], s["al"]) == (gpu, tp, backend, q, al) and s["user"]
+            )
+            if points:
+                drawn = True
+                shown = {"marker": marker, "ls": style, "color": color, "lw": width, "ms": 5}
+                axis.plot([p[0] for p in points], [p[1] for p in points], label=f"{name}, {label}", **shown)
+    if not drawn:
+        plt.close(canvas)
+        return None
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlabel("tokens per second of one user")
+    axis.set_ylabel("tokens per second in total")
+    axis.set_title(f"PROJECTED, {gpu}, TP{tp}", fontsize=10)
+    axis.legend(frameon=False, fontsize=8)
+    caption = (
+        f"Projection, not a measurement: batch 1 to 64 (right to left), {tp} {gpu} on both sides, decode alone, "
+        f"{data['context_tokens']} cached tokens a request. {_basis(data)} Evidence {record.id}."
+    )
+    return _finish(canvas, f"perf-pareto-{gpu}-tp{tp}", f"Projected tokens per second, per user and in total, {gpu} TP{tp}", caption)
+
+
+def _timeline(record: Evidence, data: Mapping[str, Any], profile: Mapping[str, Any]) -> Figure | None:
+    """Stock's layer above ours: ours also launch by launch, each measured alone. Stock's launches were not timed one by one."""
+    place = (profile["tp"], profile["rows"])
+    layers = {e["backend"]: e for e in data.get("layers", ()) if (e["tp"], e["rows"], e["q"]) == (*place, 1)}
+    if set(layers) != {AUTO, OURS}:
+        return None
+    canvas, axis = plt.subplots(figsize=(WIDTH_INCHES, 3.2))
+    for y, (backend, name, color, _, _) in zip((2, 1), SIDES, strict=True):
+        entry = layers[backend]
+        axis.barh(y, entry["us"], height=0.55, color=color, alpha=0.85 if backend == AUTO else 0.6, edgecolor="black", lw=0.5)
+        axis.text(1, y, f"{name}: {entry['launches']} launches in one graph, {entry['us']:.1f} us", va="center", fontsize=8, color="white")
+    at = 0.0
+    for number, (launch, us) in enumerate(profile["launches"]):
+        axis.barh(0, us, left=at, height=0.55, color=CANDIDATE, alpha=0.35 + 0.35 * (number % 2), edgecolor="black", lw=0.5)
+        axis.text(at + us / 2, -0.36, launch, rotation=45, ha="right", va="top", fontsize=7)
+        at += us
+    axis.text(at + 1, 0, f"{at:.1f} us alone, one after the other", va="center", fontsize=8)
+    axis.set_yticks([])
+    axis.set_ylim(-2.0, 2.5)
+    axis.set_xlim(0, max(at + 45, layers[AUTO]["us"] * 1.02))
+    axis.set_xlabel("microseconds")
+    ratio = layers[AUTO]["us"] / layers[OURS]["us"]
+    axis.set_title(f"MEASURED: one KDA + MoE layer, one rank of TP{place[0]}, {place[1]} row(s): {ratio:.2f}x", fontsize=10)
+    caption = (
+        f"One rank's share of a layer: {ratio:.2f}x, {layers[OURS]['conditions']}. Stock's launches were timed together only, and "
+        f"without any exchange between ranks; ours include their messages, looped back. Bottom: each launch alone, without overlap. "
+        f"Evidence {layers[OURS]['evidence']}, {profile['evidence']}, {record.id}."
+    )
+    return _finish(canvas, f"perf-layer-tp{place[0]}-r{place[1]}", f"One layer, launch by launch, TP{place[0]}, {place[1]} row(s)", caption)
+
+
+def _fraction(record: Evidence, data: Mapping[str, Any]) -> Figure | None:
+    """Share of the memory floor reached by the layers, by rows."""
+    layers = [e for e in data.get("layers", ()) if e["floor_us"] and e["q"] == 1]
+    if not layers:
+        return None
+    canvas, axis = plt.subplots(figsize=(WIDTH_INCHES, 3.2))
+    for backend, name, color, marker, style in SIDES:
+        for tp, width in ((8, 1.6), (16, 0.8)):
+            points = sorted((e["rows"], e["floor_us"] / e["us"]) for e in layers if (e["backend"], e["tp"]) == (backend, tp))
+            if points:
+                shown = {"marker": marker, "ls": style, "color": color, "lw": width}
+                axis.plot([p[0] for p in points], [p[1] for p in points], label=f"{name}, TP{tp}", **shown)
+    axis.axhline(1, color=LIMIT, lw=1)
+    axis.text(1, 0.97, "the floor: every byte once, at the datasheet's rate", fontsize=8, va="top", color=LIMIT)
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    axis.set_ylim(0, 1.05)
+    axis.set_xlabel("token rows")
+    axis.set_ylabel("floor over measured time")
+    axis.legend(frameon=False, fontsize=8)
+    ids = ", ".join(dict.fromkeys(e["evidence"] for e in layers))
+    caption = f"MEASURED: one rank's share of a KDA + MoE layer on one {layers[0]['gpu']}, no speculation. Evidence {ids}, {record.id}."
+    return _finish(canvas, "perf-fraction-of-floor", "Share of the memory floor by rows", caption)
