@@ -23,7 +23,7 @@ from validation.ordering.graph_inputs import from_plan, read_graph
 from validation.ordering.graph_order import StepGraph, Waits
 from validation.ordering.launch_graph import check_graph
 from validation.ordering.manifest import Manifest, renamed, suppress
-from validation.ordering.model import AuditResult, FileError, Finding, KernelBinary, Loaded, PtxKernel, Role, RoleMap, When
+from validation.ordering.model import AuditResult, FileError, Finding, KernelBinary, Loaded, Parameter, PtxKernel, Role, RoleMap, When
 from validation.ordering.own_kernels import OwnBuild, OwnKernel, build_own
 from validation.ordering.pool import Job, audit_many, engine_digest
 
@@ -142,7 +142,14 @@ def weights_of(manifest: Manifest) -> lint.IsWeight:
 def finish(result: AuditResult, roles: RoleMap, sources: Sequence[Path] = (), context: Sequence[Path] = ()) -> AuditResult:
     """Adds the findings that need more than the binary."""
     raised = crosscheck.moved_by_nvvm(result, _files(sources), context) if sources else result
-    return replace(raised, findings=(*raised.findings, *crosscheck.more_findings(raised, roles)))
+    named = tuple(_with_name(parameter, roles) for parameter in raised.parameters)
+    return replace(raised, parameters=named, findings=(*raised.findings, *crosscheck.more_findings(raised, roles)))
+
+
+def _with_name(parameter: Parameter, roles: RoleMap) -> Parameter:
+    """The owner's name for a parameter instead of the compiler's, where a role gives one."""
+    entry = roles.by_index.get((parameter.index, 0)) or roles.by_name.get(parameter.name)
+    return replace(parameter, name=entry.name) if entry is not None and entry.name else parameter
 
 
 def _files(paths: Iterable[Path]) -> list[Path]:

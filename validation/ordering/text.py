@@ -28,8 +28,9 @@ def print_report(report: Report, console: Console, *, verbose: bool = False) -> 
         console.print(f"[bold]{escape(kernel or 'module')}[/]{f'  ({arch})' if arch else ''}")
         for finding in findings:
             _print_finding(finding, console)
+        serious = any(finding.level is not Severity.NOTE for finding in findings)
         for result in offending(report):
-            if (result.kernel, result.arch) == (kernel, arch):
+            if serious and (result.kernel, result.arch) == (kernel, arch):
                 console.print(timeline_table(result, findings))
     _print_suppressions(report, console)
     for error in report.errors:
