@@ -1,0 +1,145 @@
+"""A speed is shown with its correctness and not without: synthetic published runs, and whatever this checkout publishes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from perf.hardware import gpu
+from perf.model import LayerPoint, fit_assumptions
+from perf.published import OURS, STOCK, PublishedCells, kernels_of_layer, passes, read_published
+from validation.core import environment
+from validation.core.store import EvidenceStore
+from validation.core.types import Case, Evidence, HarnessError, Outcome, Run
+from validation.freshness import digests
+from validation.freshness.imports import folder_of_launch
+
+RUN_ID = "R-20261101T000000Z-000000000000"
+GOOD = {"x": {"kernel": 0.002, "reference": 0.002}}
+
+
+def evidence(check: str, subject: str, fingerprints: dict[str, str], details: dict) -> Evidence:
+    return Evidence(
+        id="",
+        run="",
+        check=check,
+        case=Case(subject=subject, params={}),
+        outcome=Outcome.MEASURED,
+        fingerprints=fingerprints,
+        details=details,
+    )
+
+
+def publish(
+    root: Path,
+    *,
+    rows: tuple[int, ...] = (1,),
+    errors=GOOD,
+    checked_rows: tuple[int, ...] = (1,),
+    spoil: str = "",
+    layer=None,
+    hardware=None,
+) -> PublishedCells:
+    """One run: correctness records of the kernels of `checked_rows`, and a layer record for each of `rows`. `spoil` names an op whose
+    record carries another digest."""
+    now = digests.current()
+    folders = folder_of_launch()
+    records, seen = [], set()
+    for n in checked_rows:
+        for op, kernel in kernels_of_layer(8, n, 1):
+            if kernel in seen:
+                continue
+            seen.add(kernel)
+            folder = folders["attn_res" if op == "mlp_res" else op]
+            parts = {f"kernels/{folder}": now[f"kernels/{folder}"] if op != spoil else "0" * 64, "config": now["config"]}
+            records.append(evidence("published.kernel_checks", f"k3-{kernel}", parts, {"kernel": kernel, "op": op, "errors": errors}))
+    for n in rows:
+        details = {"case": f"k3-tp8-r{n}-q1", "waits_that_ran_out_count": 0, "stock_launches": ["a"] * 22}
+        for side, us in (("fused", 90.0 + n), ("stock", 150.0 + n)):
+            details |= {f"{side}_us": us, f"{side}_low_us": us - 1, f"{side}_high_us": us + 1}
+        whole = {name: now[name] for name in ("kernels", "contracts", "config", "toolchain")}
+        records.append(evidence("published.kernel_layers", details["case"], whole, {**details, **(layer or {})}))
+    run = Run(
+        id=RUN_ID, started_utc=environment.utc_now(), argv=(), commit="c", dirty=False, profile="gpu", config={"digests": now},
+        hardware=hardware or {"gpu": "NVIDIA H200", "torch": "2.11"}, versions={},
+    )  # fmt: skip
+    store = EvidenceStore.create(root, run, {"cases": [], "absent_lanes": []}, durable=False)
+    for record in records:
+        store.append(record)
+    store.close(environment.utc_now())
+    return read_published(root)
+
+
+def test_a_speed_is_shown_with_its_correctness(tmp_path: Path) -> None:
+    found = publish(tmp_path)
+    assert [(r.cell.backend, r.outcome, r.step_us) for r in found.results] == [(OURS, "measured", 91.0), (STOCK, "measured", 151.0)]
+    ours = found.results[0]
+    assert len(ours.correctness.split(", ")) == len({kernel for _, kernel in kernels_of_layer(8, 1, 1)})
+    assert ours.evidence.startswith("E-")
+    assert ours.tokens_per_s is None  # a layer is no step
+    assert 0 < (ours.fraction_of_floor or 0) < 1
+    assert found.gpu == "H200"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"errors": {"x": {"kernel": 0.5, "reference": 0.002}}}, "fails in E-"),
+        ({"errors": {"x": {"kernel": float("nan"), "reference": 0.002}}}, "fails in E-"),
+        ({"errors": {}}, "no passing record"),
+        ({"spoil": "kda"}, "no passing record under the timed digest of 1 kernel(s): kda["),
+        ({"checked_rows": (64,)}, "no passing record"),
+        ({"layer": {"waits_that_ran_out_count": 1}}, "waits that ran out"),
+    ],
+)
+def test_a_speed_without_it_is_not(tmp_path: Path, changes: dict, words: str) -> None:
+    found = publish(tmp_path, **changes)
+    assert {r.outcome for r in found.results} == {"unpublishable"}
+    assert all(r.step_us is r.step_low_us is r.fraction_of_floor is None for r in found.results)
+    assert any(words in reason for reason in found.results[0].reasons), found.results[0].reasons
+    assert found.gpu is None
+    assert found.points[OURS] == ()
+
+
+def test_an_unknown_gpu_is_a_recorded_outcome(tmp_path: Path) -> None:
+    found = publish(tmp_path, hardware={"gpu": "Unheard Of 9000"})
+    assert [r.outcome for r in found.results] == ["error"]
+    assert "Unheard Of" in found.results[0].reasons[0]
+
+
+def test_nothing_published_is_nothing_shown(tmp_path: Path) -> None:
+    assert read_published(tmp_path) == PublishedCells(results=(), launches=(), points={OURS: (), STOCK: ()}, gpu=None)
+
+
+def test_whatever_this_checkout_publishes_keeps_the_rule() -> None:
+    found = read_published()
+    for result in found.results:
+        if result.step_us is None:
+            assert result.reasons
+        else:
+            assert result.evidence
+            assert result.correctness or result.cell.backend == STOCK
+            assert not result.reasons
+
+
+def test_errors_are_judged_and_flags_are_not_believed() -> None:
+    assert passes({"errors": GOOD}, 1.5)
+    assert not passes({"errors": {"x": {"kernel": 0.0031, "reference": 0.002}}, "holds": True}, 1.5)
+    assert not passes({"errors": GOOD, "broken": ["an output was not written"]}, 1.5)
+    assert not passes({"holds": True}, 1.5)
+
+
+def test_the_fit_recovers_what_layers_were_made_with() -> None:
+    h200 = gpu("H200")
+    points = [
+        LayerPoint(hbm_bytes=size, launches=13, step_us=1e6 * size / h200.hbm_bytes_per_s / 0.6 + 13 * 2.0, rows=n, evidence=f"E-{n}")
+        for n, size in enumerate((5e7, 1e8, 2e8, 4e8), start=1)
+    ]
+    fitted = fit_assumptions(points, h200, OURS)
+    assert fitted.fraction_of_floor == pytest.approx(0.6)
+    assert fitted.launch_us == pytest.approx(2.0)
+    assert fitted.fit_error < 1e-9
+    assert fitted.evidence == ("E-1", "E-2", "E-3", "E-4")
+    with pytest.raises(HarnessError, match="at least 3"):
+        fit_assumptions(points[:2], h200, OURS)
