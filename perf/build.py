@@ -25,7 +25,7 @@ from perf.matrix import AcceptanceKind, Cell, CellResult, Source, comparison_ref
 from perf.model import (
     PUBLISHED as PUBLISHED_BY_OTHERS,
 )
-from perf.model import Assumptions, cell_floor, fit_assumptions, project_draft_us, project_us
+from perf.model import Assumptions, cell_floor, fit_assumptions, memory_refusal, project_draft_us, project_us
 from perf.published import OURS, STOCK, PublishedCells, read_published
 from validation.core import jsonio
 from validation.core.store import write_atomically
@@ -91,7 +91,7 @@ def _assumptions(layers: PublishedCells) -> tuple[dict[str, Assumptions], str]:
 
 def _step(cell: Cell, assumptions: Mapping[str, Assumptions], why: str) -> CellResult:
     acceptance = AcceptanceKind.NONE if cell.q == 1 else AcceptanceKind.APPLIED
-    reasons = cell.refusals()
+    reasons = (*cell.refusals(), *memory_refusal(cell))
     if reasons:
         return CellResult(cell=cell, source=Source.MODEL, outcome="refused", reasons=reasons, acceptance=acceptance)
     floor_us = cell_floor(cell).hbm_us

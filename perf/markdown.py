@@ -199,9 +199,9 @@ def _engine(matrix: Matrix) -> list[dict[str, Any]]:
     made = [table("The nano engine on the CPU", columns, rows, note)] if rows else []
     if matrix.acceptance:
         a = matrix.acceptance
-        columns = ("acceptance", "mean length", "verify steps", "items", "drafts", "problem")
+        names = ("acceptance", "mean length", "verify steps", "items", "drafts", "problem")
         rows = [[a["acceptance"], _short(a["mean_length"]), a["verify_steps"], a["items"], a["drafts"], a["problem"] or "none"]]
-        made.append(table("Acceptance length of the real drafter (nano, word problems)", columns, rows, "Measured, not applied."))
+        made.append(table("Acceptance length of the real drafter (nano, word problems)", names, rows, "Measured, not applied."))
     return made
 
 

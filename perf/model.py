@@ -85,6 +85,30 @@ def cell_floor(cell: Cell, *, hbm_bytes_per_s: float | None = None) -> StepFloor
     return step_floor(launches, gpu(cell.gpu), hbm_bytes_per_s)
 
 
+@lru_cache(maxsize=64)
+def _weight_bytes(model: str, tp: int) -> int:
+    return sum(contract.weight_bytes * n for contract, n in _launches(model, tp, 1, 1))
+
+
+def memory_bytes(cell: Cell) -> int:
+    """Bytes one rank must hold: its weights (all experts), cached context of every request, and recurrent states with a slot a token."""
+    config = MODELS[cell.model]
+    shard = Shard(config=config, tp=cell.tp)
+    context = cell.requests * cell.context_tokens * len(config.mla_layers) * config.mla_cache_dim * 2
+    window = 3 * shard.kda_dim * (config.conv_width - 1) * 2
+    states = cell.requests * cell.q * len(config.kda_layers) * (shard.kda_heads * config.kda_head_dim**2 * 4 + window)
+    return _weight_bytes(cell.model, cell.tp) + context + states
+
+
+def memory_refusal(cell: Cell) -> tuple[str, ...]:
+    """The reason a cell cannot exist on its GPU, whatever runs it; empty when weights and caches fit."""
+    needed, there = memory_bytes(cell), gpu(cell.gpu).memory_bytes
+    if needed <= there:
+        return ()
+    what = f"{needed / 1e9:.0f} GB of weights, context and states a GPU"
+    return (f"memory: got {what}, needs at most the {there / 1e9:.0f} GB of a {cell.gpu}; use more ranks or less context",)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
     """What a projection rests on. The first three come from measured layers (`evidence`); the others are stated guesses."""

@@ -82,7 +82,7 @@ def _pareto(record: Evidence, data: Mapping[str, Any], gpu: str, tp: int) -> Fig
             )
             if points:
                 drawn = True
-                shown = {"marker": marker, "ls": style, "color": color, "lw": width, "ms": 5}
+                shown: dict[str, Any] = {"marker": marker, "ls": style, "color": color, "lw": width, "ms": 5}
                 axis.plot([p[0] for p in points], [p[1] for p in points], label=f"{name}, {label}", **shown)
     if not drawn:
         plt.close(canvas)
@@ -110,7 +110,14 @@ def _timeline(record: Evidence, data: Mapping[str, Any], profile: Mapping[str, A
     for y, (backend, name, color, _, _) in zip((2, 1), SIDES, strict=True):
         entry = layers[backend]
         axis.barh(y, entry["us"], height=0.55, color=color, alpha=0.85 if backend == AUTO else 0.6, edgecolor="black", lw=0.5)
-        axis.text(1, y, f"{name}: {entry['launches']} launches in one graph, {entry['us']:.1f} us", va="center", fontsize=8, color="white")
+        axis.text(
+            1,
+            y,
+            f"{name}: {entry['launches']} launches in one graph, {entry['us']:.1f} us",
+            va="center",
+            fontsize=8,
+            color="white" if backend == AUTO else "black",
+        )
     at = 0.0
     for number, (launch, us) in enumerate(profile["launches"]):
         axis.barh(0, us, left=at, height=0.55, color=CANDIDATE, alpha=0.35 + 0.35 * (number % 2), edgecolor="black", lw=0.5)
@@ -141,7 +148,7 @@ def _fraction(record: Evidence, data: Mapping[str, Any]) -> Figure | None:
         for tp, width in ((8, 1.6), (16, 0.8)):
             points = sorted((e["rows"], e["floor_us"] / e["us"]) for e in layers if (e["backend"], e["tp"]) == (backend, tp))
             if points:
-                shown = {"marker": marker, "ls": style, "color": color, "lw": width}
+                shown: dict[str, Any] = {"marker": marker, "ls": style, "color": color, "lw": width}
                 axis.plot([p[0] for p in points], [p[1] for p in points], label=f"{name}, TP{tp}", **shown)
     axis.axhline(1, color=LIMIT, lw=1)
     axis.text(1, 0.97, "the floor: every byte once, at the datasheet's rate", fontsize=8, va="top", color=LIMIT)

@@ -13,7 +13,7 @@ from kimi_k3_decode.launches import launch_graph
 from perf.build import build, figures_data, projection_errors, rows_of, speed_ups, write
 from perf.hardware import gpu
 from perf.matrix import Cell, CellResult, Scope, Source
-from perf.model import LayerPoint, cell_floor, step_traffic
+from perf.model import LayerPoint, cell_floor, memory_bytes, step_traffic
 from perf.published import OURS, STOCK, PublishedCells
 from perf.roofline import traffic
 
@@ -77,7 +77,7 @@ def test_a_layer_kind_stands_for_all_of_its_layers() -> None:
 
 
 def test_every_cell_is_there_once_with_a_source_or_a_reason(tmp_path: Path) -> None:
-    made = build(("H200",), published=layers())
+    made = build(("GB300",), published=layers())
     assert len(made.steps) == len({r.cell.id for r in made.steps}) == 1792
     for r in made.steps:
         if r.outcome == "refused":
@@ -88,7 +88,8 @@ def test_every_cell_is_there_once_with_a_source_or_a_reason(tmp_path: Path) -> N
             assert r.conditions["assumptions"] == r.cell.backend
             assert (r.step_us or 0) > (r.floor_us or 1e9)
             assert r.evidence == ""
-    assert {r.cell.requests for r in made.steps if r.outcome == "refused"} == {16, 32, 64}
+    by_rows = {r.cell.requests for r in made.steps if r.outcome == "refused" and any("rows" in reason for reason in r.reasons)}
+    assert by_rows == {16, 32, 64}
     paths = write(made, tmp_path)
     body = json.loads(paths["json"].read_text())
     table = list(csv.DictReader(paths["csv"].open()))
@@ -118,8 +119,18 @@ def test_the_projection_states_its_error_against_published_numbers() -> None:
     assert all(e["error"] == pytest.approx(e["projected_us"] / e["published_us"] - 1) and e["evidence"] for e in errors)
 
 
+def test_a_model_that_does_not_fit_is_refused_whatever_runs_it() -> None:
+    """Weights of a rank at TP8 are an eighth of 2.72 T expert parameters at 4.25 bits and of 55 G others at 16, or somewhat more."""
+    made = build(("H200",), published=layers())
+    assert all(any("memory" in reason for reason in r.reasons) for r in made.steps if r.cell.tp == 8)
+    fits = [r for r in made.steps if r.cell.tp == 16 and r.cell.context_tokens == 1024 and r.cell.q == 1]
+    assert all(r.outcome == "modelled" for r in fits)
+    one = Cell(model="kimi-k3", gpu="H200", tp=8, requests=1, q=1, context_tokens=0, acceptance_length=1.0, backend=STOCK)
+    assert 1.0 <= memory_bytes(one) / ((2.72e12 * 4.25 / 8 + 55e9 * 2) / 8) <= 1.1
+
+
 def test_without_published_layers_there_are_floors_and_no_times() -> None:
-    made = build(("H200",), published=NOTHING)
+    made = build(("GB300",), published=NOTHING)
     shown = [r for r in made.steps if r.outcome != "refused"]
     assert all(r.source is Source.MODEL and r.step_us is None and r.floor_us and r.reasons for r in shown)
     assert projection_errors(made.assumptions) == []
