@@ -71,9 +71,7 @@ def claim_problems(claims: Sequence[Claim], rfc_text: str, checks: Iterable[str]
     known, ids = set(checks), {claim.id for claim in claims}
     written = set(CLAIM_ROW.findall(rfc_text))
     found = [Problem(kind="claim", where=name, message="stands in the RFC, but no check carries it") for name in sorted(written - ids)]
-    found += [
-        Problem(kind="claim", where=name, message="has checks, but is no claim of the RFC") for name in sorted(ids - written)
-    ]
+    found += [Problem(kind="claim", where=name, message="has checks, but is no claim of the RFC") for name in sorted(ids - written)]
     for claim in claims:
         missing = [pattern for pattern in claim.checks if not any(fnmatchcase(check, pattern) for check in known)]
         kind = "lane" if claim.lane in absent_lanes else "claim"

@@ -10,8 +10,8 @@ from kimi_k3_decode.ops.operands import FP32, INT32, MXFP4_CODES_PER_BYTE, UINT8
 def _packed(name: str, shard: Shard, out_letter: str, out_size: int, in_size: int) -> tuple[Operand, Operand]:
     """Codes [E, out, in / 2] and scales [E, out, in / group], packed along the input dimension."""
     c = shard.config
-    codes = weight(f"{name}_E{out_letter}J", UINT8, E=c.n_experts, **{out_letter: out_size}, J=in_size // MXFP4_CODES_PER_BYTE)
-    scales = weight(f"{name}_scale_E{out_letter}G", UINT8, E=c.n_experts, **{out_letter: out_size}, G=in_size // c.mxfp4_group)
+    codes = weight(f"{name}_E{out_letter}J", UINT8, E=c.n_experts, **{out_letter: out_size}, J=in_size // MXFP4_CODES_PER_BYTE)  # type: ignore[arg-type]
+    scales = weight(f"{name}_scale_E{out_letter}G", UINT8, E=c.n_experts, **{out_letter: out_size}, G=in_size // c.mxfp4_group)  # type: ignore[arg-type]
     return codes, scales
 
 
