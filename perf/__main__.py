@@ -49,6 +49,7 @@ def matrix(asked: argparse.Namespace) -> int:
         Part(name="acceptance", function="perf.cpu_engine:measured_acceptance", arguments={"candidate": asked.candidate}, limit_s=60.0)
     ]
     parts.append(Part(name="engine", function="perf.cpu_engine:measure", arguments={"candidate": asked.candidate}, limit_s=90.0))
+    parts.append(Part(name="workloads", function="perf.workloads:measure", arguments={"candidate": asked.candidate}, limit_s=60.0))
     done = {} if asked.no_engine else run_parts(parts, state=asked.state, processes=1, ray_address=asked.ray_address)
     problems = [f"{name}: {outcome.reason}" for name, outcome in done.items() if outcome.outcome != "measured"]
     value = {name: outcome.value for name, outcome in done.items() if outcome.outcome == "measured"}
@@ -56,6 +57,7 @@ def matrix(asked: argparse.Namespace) -> int:
         tuple(asked.gpu or GPUS_SHOWN),
         engine_rows=value.get("engine", ()),
         acceptance=value.get("acceptance", {}),
+        workloads=value.get("workloads", {}),
         servers=[read_cell(cell, Path(path)) for cell, path in asked.server],
     )
     paths = write(made, asked.out)

@@ -46,6 +46,7 @@ class Matrix:
     engine_rows: tuple[dict[str, Any], ...] = ()
     acceptance: Mapping[str, Any] = field(default_factory=dict)
     servers: tuple[CellResult, ...] = ()
+    workloads: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def results(self) -> tuple[CellResult, ...]:
@@ -59,6 +60,7 @@ def build(
     engine_rows: Sequence[dict[str, Any]] = (),
     acceptance: Mapping[str, Any] | None = None,
     servers: Iterable[CellResult] = (),
+    workloads: Mapping[str, Any] | None = None,
 ) -> Matrix:
     """Fill every cell. Raises Unsupported for an unknown GPU, HarnessError when a published run cannot be read."""
     from perf import cpu_engine
@@ -77,6 +79,7 @@ def build(
         engine_rows=tuple(engine_rows),
         acceptance=acceptance or {},
         servers=tuple(servers),
+        workloads=workloads or {},
     )
 
 
@@ -235,6 +238,7 @@ def write(matrix: Matrix, folder: Path) -> dict[str, Path]:
         "projection_against_published": projection_errors(matrix.assumptions),
         "cpu_engine": list(matrix.engine_rows),
         "acceptance": dict(matrix.acceptance),
+        "workloads": dict(matrix.workloads),
         "conditions": {r.cell.id: r.conditions for r in (*matrix.layers.results, *matrix.engine, *matrix.servers)},
         "cells": rows,
     }

@@ -61,6 +61,10 @@ LIMITS: Mapping[str, tuple[Limit, ...]] = {
         _least("verify_steps", 16, "a mean of a few steps says nothing"),
         Limit(measurement="mean_length", op=">", bound=1.0, unit="tokens", why="the real drafter gets something accepted"),
     ),
+    "perf.workloads": (
+        _least("specialized_steps", 1, "the candidate's path is what ran"),
+        _least("decoded_tokens", 1, "a workload that decodes nothing measures nothing"),
+    ),
     "perf.layer": FASTER,
     "perf.step": FASTER,
 }
@@ -163,6 +167,21 @@ def acceptance(case: Case, targets: Mapping[str, Target]) -> Found:
     return measured, {"acceptance": found}
 
 
+def workloads(case: Case, targets: Mapping[str, Target]) -> Found:
+    """Prefill mixed in and an agentic trace, both sides replaying the same trace."""
+    from perf import workloads as replayed
+    from perf.markdown import workload_table
+
+    found = replayed.measure(targets["candidate"].name)
+    sides = [(name, side, values) for name in ("mixed_prefill", "agentic") for side, values in found[name].items()]
+    measurements = [
+        Measurement(name=f"{name}.{side}.{key}", value=value, unit="1") for name, side, values in sides for key, value in values.items()
+    ]
+    measurements.append(_count("specialized_steps", found["candidate_steps"]["specialized"]))
+    measurements.append(_count("decoded_tokens", int(min(values["decoded_tokens"] for _, _, values in sides))))
+    return tuple(measurements), {"source": "cpu_engine", "tables": [workload_table(found)]}
+
+
 def published(case: Case, targets: Mapping[str, Target]) -> Found:
     """Speed-up of a published cell with the quartiles of both sides against it. Refused, with every reason, where none may be shown."""
     from perf.markdown import conditions_text
@@ -212,6 +231,7 @@ def checks() -> list[Check]:
             id="perf.acceptance", claim="C-PERF-2", planned=(Case(subject="nano", params={"drafts": 7}),),
             measured_by=acceptance, roles=both,
         ),
+        PerfCheck(id="perf.workloads", claim="C-PERF-2", planned=(Case(subject="nano"),), measured_by=workloads, roles=both),
         PerfCheck(id="perf.layer", claim="C-PERF-1", planned=tuple(Case(subject="layer", params=p) for p in grid), measured_by=published),
         PerfCheck(
             id="perf.step", claim="C-PERF-1", planned=tuple(Case(subject="step", params=p) for p in grid), measured_by=published,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from perf.matrix import CellResult
@@ -202,7 +202,32 @@ def _engine(matrix: Matrix) -> list[dict[str, Any]]:
         names = ("acceptance", "mean length", "verify steps", "items", "drafts", "problem")
         rows = [[a["acceptance"], _short(a["mean_length"]), a["verify_steps"], a["items"], a["drafts"], a["problem"] or "none"]]
         made.append(table("Acceptance length of the real drafter (nano, word problems)", names, rows, "Measured, not applied."))
+    if matrix.workloads:
+        made.append(workload_table(matrix.workloads))
     return made
+
+
+def workload_table(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Mixed prefill and the agentic trace on the nano engine, both sides."""
+    rows: Rows = [
+        [
+            name,
+            side,
+            _short(v["decode_alone_tokens_per_s"]),
+            _short(v["end_to_end_tokens_per_s"]),
+            _short(v.get("p90_tokens_per_s_per_user")),
+        ]
+        for name in ("mixed_prefill", "agentic")
+        for side, v in found[name].items()
+    ]
+    steps = found["candidate_steps"]
+    note = (
+        f"cpu_engine: the nano model on this machine's processor, candidate {found['candidate']}, {found['rounds']} interleaved rounds; "
+        f"of the candidate's steps {steps['specialized']} ran specialised and {steps['stock']} stock, prefill is stock's on both sides. "
+        "P90: nine turns in ten are at least this fast for their user, waiting included."
+    )
+    columns = ("workload", "side", "decode alone, tok/s", "end to end, tok/s", "P90 interactivity, tok/s a user")
+    return table("Workloads beside pure decode", columns, rows, note)
 
 
 def page(matrix: Matrix) -> str:
