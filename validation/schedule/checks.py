@@ -91,7 +91,10 @@ class ScheduleCheck:
 
 
 def checks() -> list[Check]:
+    from validation.schedule.gpu import gpu_checks
+
     return [
+        *gpu_checks(),
         ScheduleCheck(
             id="schedule.messages",
             planned=tuple(Case(subject="mailboxes", params={"tp": tp}) for tp in (2, 4)),
