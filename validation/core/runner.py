@@ -183,7 +183,8 @@ class Runner:
             lanes.setdefault(item.lane, []).append(item)
         # On a GPU one lane at a time: a neighbour would show in every timing.
         jobs = 1 if self._settings.profile == "gpu" else max(1, min(self._settings.jobs, len(lanes)))
-        memory_bytes = int(self._settings.memory_gib * GIB / jobs)
+        # The kernel's limit counts what is reserved, touched or not, so each worker gets all of it; what is used together is less.
+        memory_bytes = int(self._settings.memory_gib * GIB)
         with ThreadPoolExecutor(max_workers=jobs) as pool:
             futures = [pool.submit(self._run_lane, lane, items, memory_bytes) for lane, items in lanes.items()]
             try:

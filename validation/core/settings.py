@@ -26,7 +26,7 @@ class Settings:
     checkpoint: str = "kimi_k3_decode/checkpoints/nano"
     seed: int = 0
     jobs: int = 2  # lanes measured at the same time
-    memory_gib: float = 6.0  # shared by the workers
+    memory_gib: float = 6.0  # private memory a worker may reserve
     case_time_limit_s: float = 300.0
     runs_dir: str = "reports/runs"
     policy: str = "rfc/policy.toml"
