@@ -77,9 +77,10 @@ def run_suite(
         budget = max(plan.max_repeats or repeats, repeats)
         if budget == repeats and monitor is None:
             return result  # a single look: the fixed test
-        monitor = (monitor or Monitor.for_margin(policy.delta, policy.alpha, policy.power)).add(
-            _standard_error(result.pairs), last=repeats >= budget
-        )
+        se = _standard_error(result.pairs)
+        if math.isnan(se):
+            return result  # fewer than two answered pairs: more repeats of the same failure decide nothing, and the gate says not_proven
+        monitor = (monitor or Monitor.for_margin(policy.delta, policy.alpha, policy.power)).add(se, last=repeats >= budget)
         gate = judge_suite(result.pairs, policy, monitor)
         result = SuiteResult(gate=gate, reported=result.reported, pairs=result.pairs, seconds=result.seconds)
         if gate.status is not Status.NOT_PROVEN or monitor.exhausted:
@@ -88,10 +89,8 @@ def run_suite(
 
 
 def _standard_error(pairs: PairedAnswers) -> float:
-    se = paired_difference(pairs.stock, pairs.candidate, pairs.clusters).se_adjusted
-    if math.isnan(se):
-        raise HarnessError(f"suite {pairs.suite}: got no pairs to add repeats to, needs at least two answered items")
-    return se
+    """Of the paired difference; NaN with fewer than two answered pairs."""
+    return paired_difference(pairs.stock, pairs.candidate, pairs.clusters).se_adjusted
 
 
 def _look(task: RepeatedTask, session: PairedSession, policy: SuitePolicy, limit: int | None, template: ChatTemplate | None) -> SuiteResult:

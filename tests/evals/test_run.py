@@ -170,3 +170,19 @@ def test_plans_and_sessions_refuse_nonsense(data, tmp_path):
         SuitePlan(limit=0)
     with RecordFile(tmp_path / "r.jsonl") as records, pytest.raises(HarnessError, match="none for candidate"):
         PairedSession(ScriptedEngine(data), records, {"stock": "s", "candidate": ""})
+
+
+class BrokenEngine(ScriptedEngine):
+    """Cannot answer anything, as when the machine refuses the memory a library needs."""
+
+    def generate(self, prompts, params, path):
+        raise RuntimeError("could not create a primitive")
+
+
+@pytest.mark.parametrize("suite", NANO_SUITES)
+def test_an_engine_that_fails_every_prompt_is_recorded_and_not_proven(data, tmp_path, suite):
+    """Fault: with repeats to add, this ended the whole run with an error of the suite instead of a recorded outcome."""
+    plan = SuitePlan(repeats=4, max_repeats=8) if suite == "aime25_nano" else None
+    result, _ = run(data, suite, tmp_path, plan=plan, engine=BrokenEngine(data))
+    assert result.gate.status is Status.NOT_PROVEN
+    assert result.gate.n_items == 0
