@@ -16,6 +16,8 @@ from typing import Any
 WATCHED = ("time", "math", "json", "hashlib", "torch", "torch.cuda", "torch.linalg", "torch.nn.functional", "numpy", "statistics")
 CLASSES = (("torch", "Tensor"), ("torch.cuda", "Event"), ("torch.cuda", "CUDAGraph"))
 SUITE = ("validation.", "evals.", "perf.")
+# torch._dynamo wraps this one when something first imports it; inputs are drawn from generators with their own seeds.
+REPLACED_BY_TORCH = ("torch.manual_seed",)
 MAX_NAMED = 5
 
 Snapshot = dict[str, tuple[int, int]]
@@ -42,4 +44,5 @@ def _callables() -> Iterator[tuple[str, Any]]:
 def replaced(before: Snapshot) -> tuple[str, ...]:
     """Names that meant something else at the snapshot, the first few; names that came since are no replacement."""
     now = snapshot()
-    return tuple(name for name, identity in before.items() if name in now and now[name] != identity)[:MAX_NAMED]
+    changed = (name for name, identity in before.items() if name in now and now[name] != identity)
+    return tuple(name for name in changed if name not in REPLACED_BY_TORCH)[:MAX_NAMED]
