@@ -198,6 +198,7 @@ def _measurements(found: Mapping[str, Compared]) -> list[Measurement]:
             ("kl_ratio", ratio(*kl), "1"),
             ("kl_ratio_low", ratio_low(candidate.kl.clamp(min=0.0), stock.kl.clamp(min=0.0)), "1"),
             ("largest_ratio", ratio(*most), "1"),
+            ("outlier_share", _share(~(candidate.rms <= checks.OUTLIER_FACTOR * stock.rms)), "share"),  # NaN is an outlier
             ("candidate_rms", rms[0], "nats"),
             ("stock_rms", rms[1], "nats"),
             ("candidate_kl", kl[0], "nats"),

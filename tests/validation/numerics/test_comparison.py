@@ -15,8 +15,8 @@ from kimi_k3_decode.weights import KdaWeights, MoeWeights, random_weights
 from validation.core.types import Case
 from validation.numerics import checks, contexts, measure, probes
 from validation.numerics.contexts import FAR, FarCase, FarContexts, NearContexts
-from validation.numerics.decode import FORCED, FREE, compare_paths, decode_window, fork_shared, non_finite_in
-from validation.numerics.errors import ratio, root_mean_square
+from validation.numerics.decode import FORCED, FREE, Compared, compare_paths, decode_window, fork_shared, non_finite_in
+from validation.numerics.errors import ratio, root_mean_square, token_errors
 from validation.targets.engine import build_oracle, build_stock, find_candidate
 
 LAYERS = 4
@@ -272,3 +272,23 @@ def test_free_and_forced_are_both_reported(weights, monkeypatch):
     found = compare_paths(targets_of(weights, build_stock), window.caches, window.requests, window.steps_BQ)
     assert set(found) == {FORCED, FREE}
     assert ratio(root_mean_square(found[FREE].candidate.rms), root_mean_square(found[FREE].stock.rms)) == 1.0
+
+
+def test_a_few_tokens_far_worse_are_seen_as_outliers():
+    """One token in ten a hundred times worse: the typical token does not move, and the share of outliers tells."""
+    generator = torch.Generator().manual_seed(3)
+    oracle = torch.randn(200, 100, generator=generator, dtype=torch.float64) * 3
+    noise = [0.01 * torch.randn(200, 100, generator=generator, dtype=torch.float64) for _ in range(2)]
+    factor = torch.ones(200, 1, dtype=torch.float64)
+    stock = token_errors(oracle, oracle + noise[0])
+
+    def measured(candidate):
+        found = Compared(candidate=token_errors(oracle, candidate), stock=stock, candidate_non_finite_cache=0)
+        return {m.name: m.value for m in measure._measurements({FORCED: found})}
+
+    assert measured(oracle + noise[1])["forced_outlier_share"] == 0.0
+    factor[::10] = 100.0
+    broken = measured(oracle + factor * noise[1])
+    assert broken["forced_error_ratio"] < checks.ERROR_RATIO * 1.2
+    assert broken["forced_outlier_share"] == pytest.approx(0.1) > checks.OUTLIER_SHARE
+    assert measured(oracle * math.nan)["forced_outlier_share"] == 1.0
