@@ -36,7 +36,7 @@ $(STAMP):
 	@test -n "$(PYTHON)" || { echo "setup: got no python3, needs Python 3.11 or newer; install it or set PYTHON=" >&2; exit 3; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"setup: got Python {v[0]}.{v[1]}, needs 3.11 or newer; set PYTHON=")'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@$(PY) -c 'import torch' 2>/dev/null || test -n "$(ALLOW_CUDA)" || $(PY) scripts/check_torch_wheel.py "$(TORCH)" $(TORCH_OPTIONS)
+	@$(PY) -c 'import torch' 2>/dev/null || test -n "$(ALLOW_CUDA)" || $(PY) .ci/check_torch_wheel.py "$(TORCH)" $(TORCH_OPTIONS)
 	@echo "setup: installing (once)"
 	@$(PY) -c 'import torch' 2>/dev/null || $(PIP) "$(TORCH)" $(TORCH_OPTIONS)
 	@$(PIP) --editable '.[dev]'

@@ -1,6 +1,6 @@
 """Stops an installation that would bring torch's CUDA build, which is gigabytes, to a machine that has asked for the CPU build.
 
-Usage: python scripts/check_torch_wheel.py REQUIREMENT [PIP OPTION ...]. Standard library only: it runs before anything is installed.
+Usage: python .ci/check_torch_wheel.py REQUIREMENT [PIP OPTION ...]. Standard library only: it runs before anything is installed.
 Asks pip what it would install (nothing is installed) and exits 1 when CUDA libraries or a GPU compiler are among it.
 """
 
