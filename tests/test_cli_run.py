@@ -158,6 +158,31 @@ def test_judge_verify_and_repro_of_a_run(cli):
     assert "edited" in err
 
 
+def test_judging_refuses_records_that_were_changed(cli):
+    _, ran, _ = cli("run", "--quiet", cases=[{"do": "nan"}])
+    run_dir = cli.runs / ran["run"]
+    evidence, verdict = run_dir / "evidence.jsonl", (run_dir / "verdict.json").read_bytes()
+    lines = evidence.read_text().splitlines()
+    changed = [line.replace('{"$float":"nan"}', "1.0") for line in lines]
+    assert changed != lines
+    evidence.write_text("".join(f"{line}\n" for line in changed))
+    code, answer, err = cli("judge", ran["run"], "--no-report")
+    assert (code, answer["verdict"]) == (3, "error")
+    assert "edited" in answer["error"]
+    assert "Traceback" not in err
+    assert (run_dir / "verdict.json").read_bytes() == verdict
+
+
+def test_a_damaged_file_is_named(cli):
+    _, ran, _ = cli("run", "--quiet", cases=[OK])
+    damaged = cli.runs / ran["run"] / "run.json"
+    damaged.write_text("{")
+    for command in ("verify", "judge"):
+        code, answer, _ = cli(command, ran["run"])
+        assert code == 3
+        assert str(damaged) in answer["error"]
+
+
 def test_a_full_disk_is_one_error_and_the_run_can_go_on(cli):
     """Files of this process and its children are limited, as a full disk would limit them."""
     cases = [OK] * 40

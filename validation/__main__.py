@@ -96,6 +96,7 @@ def judge(
     path = policy or settings.path(settings.policy)
     if policy is not None and not policy.exists():
         raise HarnessError(f"policy: got {policy}, needs a file")
+    _refuse_changed(folder)
     result = judge_run(folder, policy=path, claims=load_claims(settings.claims))
     text = render_report(folder, lambda line: None) if report else result.report
     _show_verdict(result.verdict)
@@ -208,6 +209,18 @@ def _find_run(named: Path | None, settings: Settings) -> Path:
         if folder.is_dir():
             return folder.resolve()
     raise HarnessError(f"run: got {named}, needs a run folder or id; `list` shows what there is")
+
+
+def _refuse_changed(folder: Path) -> None:
+    """A verdict on edited records would be a forged one. An interrupted run may end in half a line. Raises HarnessError."""
+    from validation.core.verify import verify as verify_run
+
+    checked = verify_run(folder)
+    changed = [problem for problem in checked.problems if checked.closed or problem.kind != "torn"]
+    if changed:
+        first = f"{changed[0].kind}: {changed[0].where}: {changed[0].message}"
+        remedy = "`fasttrack verify` lists each, a new run replaces them"
+        raise HarnessError(f"run: got {len(changed)} problems in {folder}, first {first}; needs the records as measured; {remedy}")
 
 
 def _add_lane_command(name: str, module: str, words: str) -> None:

@@ -91,6 +91,8 @@ def read_json(path: Path) -> Any:
         return jsonio.loads(path.read_bytes())
     except OSError as error:
         raise HarnessError(f"{path.name}: got {error.strerror or error}, needs a readable file at {path}") from error
+    except HarnessError as error:
+        raise HarnessError(f"{path}: {error}") from error
 
 
 def read_evidence(run_dir: Path) -> Iterator[Evidence]:
