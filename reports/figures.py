@@ -59,7 +59,7 @@ def paired_differences(records: Sequence[Evidence]) -> Figure | None:
     axis.axvline(0, color=STOCK, lw=1, ls="--")
     axis.set_yticks(range(len(rows)), [name for name, _, _ in rows])
     axis.set_ylim(len(rows) - 0.4, -0.6)
-    axis.set_xlabel("candidate minus stock, points (thick: one standard error, thin: 95 %; bar: margin of the policy)")
+    axis.set_xlabel("candidate minus stock, points (thick: 1 SE, thin: 95 %, bar: margin)")
     caption = f"Paired differences by suite; a suite passes when its interval stays right of its bar. {ids_text(records)}"
     return _finish(canvas, "evals-paired-differences", "Paired differences by suite", caption)
 
