@@ -1,0 +1,1 @@
+"""Two real servers, stock and candidate, behind OpenAI-compatible routes: the `serving` profile."""
