@@ -1,12 +1,13 @@
 """The specialised step on a GPU: the plan's launches as kernels, in CUDA graphs, with the stock path's interface and caches.
 
-Virtual ranks (`tp` > 1) share one device: each has its own weights, buffers, main and side stream, and they meet only in mailboxes.
-Addresses are fixed at capture, so a graph belongs to one `Caches` object; tables are refilled between steps.
+Ranks (`tp` > 1) have a device each, or share one (virtual ranks): each has its own weights, buffers, main and side stream, and they meet
+only in mailboxes, which a rank on another device reaches through peer access. One process drives all of them, one graph a device.
+Addresses are fixed at capture, so a graph belongs to one set of `Caches`; tables are refilled between steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from kimi_k3_decode.launches import MAIN, Launch, launch_graph, other_parity
 from kimi_k3_decode.operand_weights import Tensors, bind_weights
 from kimi_k3_decode.ops.contract import Access, Role
 from kimi_k3_decode.ops.operands import SENTINEL_WORD
+from kimi_k3_decode.placement import co_residency_reasons, enable_peers, placement_reasons
 from kimi_k3_decode.plan import padded_requests
 from kimi_k3_decode.weights import ModelWeights
 
@@ -28,6 +30,11 @@ MAX_SCALE_CODE = 128  # E8M0 codes above (scales over 2.0, and NaN) are outside 
 
 class RankTimeout(RuntimeError):
     """A rank waited for a peer longer than its budget. The step's outputs are void and so are the mailboxes: build a new path."""
+
+
+def polls(launch: Launch) -> bool:
+    """Whether the launch spins on a mailbox until its peers have written."""
+    return any(o.access is Access.READ_WRITE for o in launch.contract.of_role(Role.MAILBOX))
 
 
 def arm_words(box: torch.Tensor) -> torch.Tensor:
@@ -39,6 +46,8 @@ def arm_words(box: torch.Tensor) -> torch.Tensor:
 @dataclass
 class _Rank:
     number: int
+    device: torch.device
+    processors: int
     shard: Shard
     weights: Tensors
     health: torch.Tensor
@@ -50,41 +59,54 @@ class _Rank:
 
 @dataclass
 class _Program:
-    """All ranks' bound launches of one (rows, q, parity, forced, caches), and its graph once captured."""
+    """All ranks' bound launches of one (rows, q, parity, forced, caches), and its graphs once captured, one a device."""
 
     launches: list[list[tuple[Launch, Launcher]]]
     taps: dict[int, torch.Tensor]
     routing: dict[int, torch.Tensor]
-    graph: Any = None
+    graphs: list[Any] = field(default_factory=list)
 
 
 class GpuPath:
-    """Candidate path on the current CUDA device.
+    """Candidate path on CUDA devices.
 
-    weights: whole model in BF16 (any device). probes: keep taps and routing (adds copies between kernels). pdl: programmatic launches;
-    without them the kernels are the same and so must be the results. graphs: replay captured graphs, else launch one by one.
+    weights: whole model in BF16 (any device). devices: one a rank, distinct or not; all ranks on the current device when None.
+    probes: keep taps and routing (adds copies between kernels). pdl: programmatic launches; without them the kernels are the same and so
+    must be the results. graphs: replay captured graphs, else launch one by one. Raises Unsupported with every reason at once.
     """
 
     name = "specialized"
 
     def __init__(
-        self, weights: ModelWeights, tp: int = 1, *, pdl: bool = True, graphs: bool = True, probes: bool = True, top_k: int = 1
+        self,
+        weights: ModelWeights,
+        tp: int = 1,
+        *,
+        pdl: bool = True,
+        graphs: bool = True,
+        probes: bool = True,
+        top_k: int = 1,
+        devices: Sequence[Any] | None = None,
     ) -> None:
         if not torch.cuda.is_available():
             raise Unsupported("GpuPath", ("device: got no CUDA device, needs one; use contract execution (SpecializedPath) instead",))
         self.config = weights.config
         self.tp, self.pdl, self.graphs, self.probes, self.top_k = tp, pdl, graphs, probes, top_k
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        self._ranks = [self._rank(weights, r) for r in range(tp)]
+        places = [torch.device(device) for device in devices or [f"cuda:{torch.cuda.current_device()}"] * tp]
+        if reasons := placement_reasons(places, tp):
+            raise Unsupported("GpuPath", reasons)
+        self.device = places[0]
+        self._places = list(dict.fromkeys(places))
+        enable_peers(self._places)
+        self._ranks = [self._rank(weights, r, place) for r, place in enumerate(places)]
         self._programs: dict[tuple[Any, ...], _Program] = {}
-        self._tables: dict[tuple[Any, ...], Tensors] = {}
-        self._kept: list[Caches] = []
-        self._loaded: set[str] = set()
+        self._tables: dict[tuple[Any, ...], dict[torch.device, Tensors]] = {}
+        self._kept: list[tuple[Caches, ...]] = []
+        self._loaded: set[tuple[torch.device, str]] = set()
         self._steps: dict[int, int] = {}  # by rows: boxes, and so parities, belong to a row count
 
-    def _rank(self, weights: ModelWeights, number: int) -> _Rank:
-        bound = {name: tensor.to(self.device) for name, tensor in bind_weights(weights, self.tp, number).items()}
+    def _rank(self, weights: ModelWeights, number: int, device: torch.device) -> _Rank:
+        bound = {name: tensor.to(device) for name, tensor in bind_weights(weights, self.tp, number).items()}
         wrong = [
             f"{name}: got a scale code of {int(tensor.max())}, needs <= {MAX_SCALE_CODE}; run stock"
             for name, tensor in bound.items()
@@ -94,24 +116,37 @@ class GpuPath:
             raise Unsupported("GpuPath", tuple(wrong))
         return _Rank(
             number=number,
+            device=device,
+            processors=torch.cuda.get_device_properties(device).multi_processor_count,
             shard=Shard(config=self.config, tp=self.tp, rank=number),
             weights=bound,
-            health=torch.zeros(4, dtype=torch.int32, device=self.device),
-            main=torch.cuda.Stream(self.device),
-            side=torch.cuda.Stream(self.device),
+            health=torch.zeros(4, dtype=torch.int32, device=device),
+            main=torch.cuda.Stream(device),
+            side=torch.cuda.Stream(device),
         )
 
     # ---- one step ----
-    def step(self, batch: StepBatch, caches: Caches, *, routing: dict[int, torch.Tensor] | None = None, taps: bool = False) -> StepOutput:
-        """One decode or verify step on `caches` (on this device); shapes as in the stock path. Raises RankTimeout when a wait ran out."""
+    def step(
+        self,
+        batch: StepBatch,
+        caches: Caches | Sequence[Caches],
+        *,
+        routing: dict[int, torch.Tensor] | None = None,
+        taps: bool = False,
+    ) -> StepOutput:
+        """One decode or verify step on `caches` (on this device, or one a rank, each on its rank's device); shapes as in the stock path.
+        Raises RankTimeout when a wait ran out."""
         requests, q = batch.tokens_BQ.shape
         padded = padded_requests(requests, q)
-        program, tables = self._program(padded, q, batch.block_table_BN.shape[1], frozenset(routing or ()), caches)
-        self._fill(tables, batch, routing)
-        if program.graph is not None:
-            program.graph.replay()
-        else:
-            self._launch_all(program)
+        each = (caches,) * self.tp if isinstance(caches, Caches) else tuple(caches)
+        program, tables = self._program(padded, q, batch.block_table_BN.shape[1], frozenset(routing or ()), each)
+        for filled in tables.values():
+            self._fill(filled, batch, routing)
+        for graph in program.graphs:
+            graph.replay()
+        if not program.graphs:
+            for place in self._places:
+                self._launch_all(program, place)
         self._steps[padded * q] = self._steps.get(padded * q, 0) + 1
         live = batch.rows
         logits = self._ranks[0].buffers[f"{padded * q}.logits"][:live].clone()
@@ -128,23 +163,25 @@ class GpuPath:
         return [launch.id for launches in program.launches for launch, _ in launches]
 
     # ---- buffers and binding ----
-    def _program(self, requests: int, q: int, width: int, forced: frozenset[int], caches: Caches) -> tuple[_Program, Tensors]:
+    def _program(
+        self, requests: int, q: int, width: int, forced: frozenset[int], caches: tuple[Caches, ...]
+    ) -> tuple[_Program, dict[torch.device, Tensors]]:
         rows = requests * q
         table_key = (requests, q, width, forced)
         if table_key not in self._tables:
-            self._tables[table_key] = self._make_tables(requests, q, width, forced)
+            self._tables[table_key] = {place: self._make_tables(requests, q, width, forced, place) for place in self._places}
         tables = self._tables[table_key]
         parity = self._steps.get(rows, 0) % 2
-        key = (*table_key, parity, id(caches))
+        key = (*table_key, parity, *map(id, caches))
         if key not in self._programs:
             self._kept.append(caches)
             self._programs[key] = self._bind(rows, q, parity, forced, caches, tables)
             self._load(self._programs[key], tables, rows)
             if self.graphs:
-                self._programs[key].graph = self._capture(self._programs[key])
+                self._programs[key].graphs = [self._capture(self._programs[key], place) for place in self._places]
         return self._programs[key], tables
 
-    def _make_tables(self, requests: int, q: int, width: int, forced: frozenset[int]) -> Tensors:
+    def _make_tables(self, requests: int, q: int, width: int, forced: frozenset[int], place: torch.device) -> Tensors:
         shapes = {
             "tokens": (requests * q,),
             "lengths": (requests,),
@@ -154,7 +191,7 @@ class GpuPath:
             "live_rows": (1,),
             **{f"L{layer:02d}.forced": (requests * q, self.config.n_experts_per_token) for layer in forced},
         }
-        return {f"table.{name}": torch.zeros(shape, dtype=torch.int32, device=self.device) for name, shape in shapes.items()}
+        return {f"table.{name}": torch.zeros(shape, dtype=torch.int32, device=place) for name, shape in shapes.items()}
 
     def _fill(self, tables: Tensors, batch: StepBatch, routing: Mapping[int, torch.Tensor] | None) -> None:
         """Refill the tables; what is past the batch becomes padding (null slots and pages, one accepted token)."""
@@ -173,16 +210,30 @@ class GpuPath:
                 table.fill_(1 if name == "table.accepted" else 0)
             table[: value.shape[0]].copy_(value.to(torch.int32))
 
-    def _bind(self, rows: int, q: int, parity: int, forced: frozenset[int], caches: Caches, tables: Tensors) -> _Program:
+    def _bind(
+        self,
+        rows: int,
+        q: int,
+        parity: int,
+        forced: frozenset[int],
+        caches: tuple[Caches, ...],
+        tables: Mapping[torch.device, Tensors],
+    ) -> _Program:
+        reasons = [r for place in self._places for r in co_residency_reasons(self._ranks_on(place), rows, self._ranks[0].processors)]
+        if reasons:
+            raise Unsupported("GpuPath", tuple(reasons))
         graphs = [launch_graph(self.config, rank.shard, rows, q, step=parity, forced=forced, top_k=self.top_k) for rank in self._ranks]
         for rank, graph in zip(self._ranks, graphs, strict=True):
             for launch in graph:
                 self._allocate(rank, launch, rows)
         program = _Program([[] for _ in self._ranks], {}, {})
         for rank, graph in zip(self._ranks, graphs, strict=True):
-            states = self._states(caches, rank)
+            shared = {**tables[rank.device], **self._states(caches[rank.number], rank)}
+            spins = False  # whether the launch before on the main stream polls a mailbox
             for launch in graph:
-                program.launches[rank.number].append((launch, self._launcher(rank, launch, rows, {**tables, **states})))
+                early = self.pdl and launch.pdl and not (spins and self._ranks_on(rank.device) > 1)
+                program.launches[rank.number].append((launch, self._launcher(rank, launch, rows, shared, pdl=early)))
+                spins = polls(launch) if launch.stream == MAIN else spins
         if self.probes:
             for launch, _ in program.launches[0]:
                 self._add_probe(program, launch, rows)
@@ -196,14 +247,17 @@ class GpuPath:
             if operand.role is Role.MAILBOX and operand.access is Access.READ_WRITE:
                 for name in (names[0], other_parity(names[0])):
                     if f"{rows}.{name}" not in rank.boxes:
-                        rank.boxes[f"{rows}.{name}"] = arm_words(torch.empty(operand.shape, dtype=dtype, device=self.device))
+                        rank.boxes[f"{rows}.{name}"] = arm_words(torch.empty(operand.shape, dtype=dtype, device=rank.device))
             elif operand.role is Role.OUTPUT and f"{rows}.{names[0]}" not in rank.buffers:
                 if names[0].startswith("block."):
-                    blocks = torch.empty(self.config.n_blocks, *operand.shape, dtype=dtype, device=self.device)
+                    blocks = torch.empty(self.config.n_blocks, *operand.shape, dtype=dtype, device=rank.device)
                     for n in range(self.config.n_blocks):
                         rank.buffers[f"{rows}.block.{n}"] = blocks[n]
                 else:
-                    rank.buffers[f"{rows}.{names[0]}"] = torch.empty(operand.shape, dtype=dtype, device=self.device)
+                    rank.buffers[f"{rows}.{names[0]}"] = torch.empty(operand.shape, dtype=dtype, device=rank.device)
+
+    def _ranks_on(self, place: torch.device) -> int:
+        return sum(rank.device == place for rank in self._ranks)
 
     def _states(self, caches: Caches, rank: _Rank) -> Tensors:
         """This rank's views of the caches; the MLA pages are replicated, so virtual ranks write the same values to one copy."""
@@ -218,7 +272,7 @@ class GpuPath:
                 found[f"state.L{layer:02d}.pages"] = cache.pages_PTC
         return found
 
-    def _launcher(self, rank: _Rank, launch: Launch, rows: int, shared: Tensors) -> Launcher:
+    def _launcher(self, rank: _Rank, launch: Launch, rows: int, shared: Tensors, *, pdl: bool) -> Launcher:
         spec = kernel_spec(self.config, launch.contract)
         tensors: Tensors = {HEALTH: rank.health}
         others: Tensors = {}
@@ -239,8 +293,9 @@ class GpuPath:
             for p in spec.params
             if p.kind is Kind.BOXES
         }
-        scalars = {"rows": rows, "rank": rank.number, "processors": self.processors, "pdl": int(self.pdl and launch.pdl)}
-        return Launcher(spec).prepare().bind(tensors, others=others, boxes=boxes, scalars=scalars)
+        scalars = {"rows": rows, "rank": rank.number, "processors": rank.processors, "pdl": int(pdl)}
+        with torch.cuda.device(rank.device):
+            return Launcher(spec).prepare().bind(tensors, others=others, boxes=boxes, scalars=scalars)
 
     # ---- probes ----
     def _add_probe(self, program: _Program, launch: Launch, rows: int) -> None:
@@ -267,12 +322,16 @@ class GpuPath:
             program.taps[layer].copy_(self._ranks[0].buffers[f"{rows}.{launch.bindings[operand][0]}"])
 
     # ---- execution ----
-    def _launch_all(self, program: _Program) -> None:
-        """Issue every launch of every rank from the current stream and join back into it."""
-        current = torch.cuda.current_stream(self.device)
+    def _launch_all(self, program: _Program, place: torch.device) -> None:
+        """Issue every launch of the ranks on `place` from its current stream and join back into it."""
+        with torch.cuda.device(place):
+            self._launch_ranks(program, [rank for rank in self._ranks if rank.device == place], torch.cuda.current_stream(place))
+
+    def _launch_ranks(self, program: _Program, ranks: Sequence[_Rank], current: Any) -> None:
         start = torch.cuda.Event()
         start.record(current)
-        for rank, launches in zip(self._ranks, program.launches, strict=True):
+        for rank in ranks:
+            launches = program.launches[rank.number]
             rank.main.wait_event(start)
             awaited = {name for launch, _ in launches for name in launch.waits_on}
             events: dict[str, Any] = {}
@@ -287,37 +346,45 @@ class GpuPath:
                 if launch.id in awaited:
                     events[launch.id] = torch.cuda.Event()
                     events[launch.id].record(stream)
-        for rank in self._ranks:
+        for rank in ranks:
             done = torch.cuda.Event()
             done.record(rank.main)
             current.wait_event(done)
 
-    def _load(self, program: _Program, tables: Tensors, rows: int) -> None:
+    def _load(self, program: _Program, tables: Mapping[torch.device, Tensors], rows: int) -> None:
         """Launch every kernel once by itself, because loading one while another spins on a mailbox would wait for the spinner.
 
         Tables hold padding only (null slots and pages), so caches stay as they are; boxes hold zeros, so nobody waits, and are put back.
         """
-        for name, table in tables.items():
-            table.fill_(1 if name == "table.accepted" else 0)
+        for filled in tables.values():
+            for name, table in filled.items():
+                table.fill_(1 if name == "table.accepted" else 0)
         boxes = [box for rank in self._ranks for name, box in rank.boxes.items() if name.startswith(f"{rows}.")]
         before = [box.clone() for box in boxes]
-        for launches in program.launches:
-            for _, launcher in launches:
-                if launcher.spec.id in self._loaded:
+        for rank in self._ranks:
+            for _, launcher in program.launches[rank.number]:
+                if (rank.device, launcher.spec.id) in self._loaded:
                     continue
-                self._loaded.add(launcher.spec.id)
+                self._loaded.add((rank.device, launcher.spec.id))
                 for box in boxes:
                     box.zero_()
-                launcher.run(_handle(torch.cuda.current_stream(self.device)))
-                torch.cuda.synchronize(self.device)
+                self._synchronize()
+                with torch.cuda.device(rank.device):
+                    launcher.run(_handle(torch.cuda.current_stream(rank.device)))
+                torch.cuda.synchronize(rank.device)
         for box, value in zip(boxes, before, strict=True):
             box.copy_(value)
-        torch.cuda.synchronize(self.device)
+        self._synchronize()
 
-    def _capture(self, program: _Program) -> Any:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._launch_all(program)
+    def _synchronize(self) -> None:
+        for place in self._places:
+            torch.cuda.synchronize(place)
+
+    def _capture(self, program: _Program, place: torch.device) -> Any:
+        with torch.cuda.device(place):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream(place)):
+                self._launch_all(program, place)
         return graph
 
     def boxes(self) -> Iterator[tuple[int, str, torch.Tensor]]:
