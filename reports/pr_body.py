@@ -2,24 +2,29 @@
 
 vLLM's sections: purpose, why it is not a duplicate, test plan, test result, evals, AI-assistance statement, sign-off reminder. A number is
 printed only beside the id of the record that measured it. What only a human can say stands as an open item until it is given.
+Nothing here believes verdict.json or freshness.json, which no manifest seals: the stored records are judged again.
 """
 
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from reports.render import _environment, titles
-from reports.view import View, load_view
-from validation.core import jsonio
+from reports.view import FRESHNESS_FILE, Freshness, View, load_view
+from validation.claims import CLAIMS
+from validation.core import environment, jsonio
 from validation.core.settings import PROJECT_ROOT
 from validation.core.store import write_atomically
-from validation.core.types import ClaimResult, Finding, HarnessError, Holds, Status
+from validation.core.types import Claim, ClaimResult, Finding, HarnessError, Holds, Status
+from validation.core.validate import verdict_of
 from validation.core.verify import verify
+from validation.freshness import published
 from validation.policy import DEFAULT_POLICY, load_policy
 from validation.scope.change import WORKTREE, read_change
 from validation.scope.isolation import judge_change
@@ -84,6 +89,8 @@ def open_items(view: View, change: ChangeFacts, said: Statements) -> list[str]:
     found = [] if verify(view.run_dir).intact else ["the run does not verify: `fasttrack verify` says why"]
     found += [f"{name}: {NOT_SAID}" for name, text in vars(said).items() if not text.strip()]
     found += ["the run was measured with uncommitted changes"] if view.run.dirty else []
+    if view.run.config.get("code_sha256") != environment.code_digest():
+        found.append("the run measured other code than this checkout")
     found += (
         [f"{change.findings} finding(s) of the scope rules; `fasttrack scope --base {change.base}` lists them"] if change.findings else []
     )
@@ -114,9 +121,18 @@ def _one_line(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in text)
 
 
-def body(run_dir: Path, change: ChangeFacts, said: Statements) -> tuple[str, list[str]]:
-    """The Markdown text and what is open. Raises HarnessError when the run was not judged or cannot be read."""
-    view = load_view(run_dir)
+def judged_view(run_dir: Path, policy_file: Path, claims: Sequence[Claim]) -> View:
+    """The run under this checkout's policy, claims and published evidence, judged now. Raises HarnessError."""
+    verdict = verdict_of(run_dir, policy=policy_file, claims=claims)
+    now = published.stored(published.freshness(policy=load_policy(policy_file)))
+    return replace(load_view(run_dir, (verdict, tuple(claims))), freshness=jsonio.decode(Freshness, now, FRESHNESS_FILE))
+
+
+def body(
+    run_dir: Path, change: ChangeFacts, said: Statements, *, policy: Path = DEFAULT_POLICY, claims: Sequence[Claim] = CLAIMS
+) -> tuple[str, list[str]]:
+    """The Markdown text and what is open. Raises HarnessError when the run cannot be read or judged."""
+    view = judged_view(run_dir, policy, claims)
     missing = open_items(view, change, said)
     filled = {name: text.strip() or NOT_SAID for name, text in vars(said).items()}
     template = _environment(False).get_template("pr_body.md.j2")
@@ -148,7 +164,7 @@ def pr_body(
     """Write a pull-request body from a run (seconds). Exit code 0: ready; 1: a claim failed; 2: something is open."""
     folder = _find(run)
     said = Statements(purpose=purpose, duplicate=duplicate, assistance=assistance)
-    text, missing = body(folder, change_facts(repo, base, policy), said)
+    text, missing = body(folder, change_facts(repo, base, policy), said, policy=policy)
     path = out or folder / "pr_body.md"
     write_atomically(path, text.encode())
     typer.echo(text, err=True)

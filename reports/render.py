@@ -53,8 +53,8 @@ def commands(view: View) -> tuple[tuple[str, str], ...]:
     run = f"reports/runs/{view.run.id}"
     return (
         ("run every lane and write this report", f"make validate{variables}"),
-        ("judge the stored evidence again, under the current policy", f"make judge RUN={run}"),
-        ("write the report again", f"make report RUN={run}"),
+        ("judge the stored evidence again, under the current policy", f"make judge R={run}"),
+        ("write the report again", f"make report R={run}"),
         ("check that no record was edited, dropped or added", f"fasttrack verify {run}"),
         ("measure one number again", "make repro E=E-…"),
         ("the tests of the suite itself", "make test"),

@@ -153,19 +153,25 @@ def group_findings(findings: Iterable[Finding]) -> tuple[Group, ...]:
     return tuple(Group(check=k[0], measurement=k[1], counts=c, worst=w) for k, (c, w) in sorted(table.items()))
 
 
-def load_view(run_dir: Path) -> View:
-    """Read run.json, verdict.json and evidence.jsonl.
-
-    Raises:
-        HarnessError: a file is missing or unreadable, or the verdict is of another run.
-    """
-    run = read_run(run_dir)
+def stored_verdict(run_dir: Path, run: Run) -> tuple[Verdict, tuple[Claim, ...]]:
+    """What verdict.json says. It is not sealed with the run: whoever decides on it judges again. Raises HarnessError."""
     body = dict(read_json(run_dir / VERDICT_FILE))
     texts = body.pop("claim_texts", {})
     verdict: Verdict = jsonio.decode(Verdict, body, VERDICT_FILE)
     known = tuple(jsonio.decode(Claim, text, f"{VERDICT_FILE} {name}") for name, text in texts.items())
     if verdict.run != run.id:
         raise HarnessError(f"{VERDICT_FILE}: got a verdict of {verdict.run}, needs one of {run.id}; run `judge` on this folder")
+    return verdict, known
+
+
+def load_view(run_dir: Path, judged: tuple[Verdict, tuple[Claim, ...]] | None = None) -> View:
+    """Read run.json, evidence.jsonl and, unless a verdict and its claims are given, verdict.json.
+
+    Raises:
+        HarnessError: a file is missing or unreadable, or the verdict is of another run.
+    """
+    run = read_run(run_dir)
+    verdict, known = judged if judged is not None else stored_verdict(run_dir, run)
     lane_of_check = {check: claim.lane for claim in known for check in claim.checks}
     outcomes: Counter = Counter()
     per_lane: dict[str, Counter] = {}

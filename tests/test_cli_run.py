@@ -33,7 +33,7 @@ class Cli:
 
     def configure(self, extra=""):
         self.config.write_text(
-            f'lanes = ["fake"]\nclaims = "fake_lane:CLAIMS"\nruns_dir = "{self.runs}"\npolicy = "{self.folder}/none.toml"\n'
+            f'lanes = ["fake"]\nclaims = "fake_lane:CLAIMS"\nruns_dir = "{self.runs}"\npolicy = "none"\n'
             f'memory_gib = 1.0\n{extra}\n[lane_modules]\nfake = "fake_lane"\n'
         )
 
@@ -76,6 +76,9 @@ def test_exit_codes(cli, cases, code, verdict):
         (["run", "--no-such-option"], "no-such-option"),
         (["run", "--lanes", "fake,nonsense"], "nonsense"),
         (["run", "--profile", "tpu"], "tpu"),
+        (["run", "--candidate", "nonsense"], "nonsense"),  # although no case of the fake lane asks for a candidate
+        (["run", "--candidate", "no.such:factory"], "no.such:factory"),
+        (["run", "--checkpoint", "no/such/folder"], "no/such/folder"),
         (["verify", "R-nothing"], "R-nothing"),
         (["judge"], "none below"),
         (["repro", "E-000000000000"], "E-000000000000"),
@@ -86,19 +89,41 @@ def test_wrong_use_is_exit_3_with_one_line(cli, arguments, words):
     code, answer, err = cli(*arguments, cases=[OK])
     assert code == 3
     assert answer["verdict"] == "error"
-    assert len(err.strip().splitlines()) == 1
+    assert len([line for line in err.strip().splitlines() if not line.startswith("loading ")]) == 1
     assert "Traceback" not in err
     if arguments[0] != "no-such-command":
         assert words in err
     assert cli.folders() == []
 
 
-@pytest.mark.parametrize("extra", ["surprise = 1", "jobs = 0", 'jobs = "two"', "jobs = true", "jobs = [", "memory_gib = nan"])
+@pytest.mark.parametrize(
+    "extra",
+    ["surprise = 1", "jobs = 0", 'jobs = "two"', "jobs = true", "jobs = [", "case_time_limit_s = nan", "case_time_limit_s = inf", "seed = -1"],
+)
 def test_a_bad_setting_is_exit_3_before_a_run_exists(cli, extra):
     cli.configure(extra)
     code, answer, err = cli("run", cases=[OK])
     assert code == 3
     assert "settings" in answer["error"]
+    assert "Traceback" not in err
+    assert cli.folders() == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('fake = "fake_lane"', 'fake = "fake_lane"\nother = "no_such_module"', "no_such_module"),
+        ('fake = "fake_lane"', 'fake = "fake_lane"\nother = ""', "other"),
+        ('policy = "none"', 'policy = "no/policy.toml"', "no/policy.toml"),
+        ("memory_gib = 1.0", "memory_gib = inf", "memory_gib"),
+        ("memory_gib = 1.0", "memory_gib = nan", "memory_gib"),
+    ],
+)
+def test_a_setting_that_names_nothing_is_exit_3(cli, old, new, words):
+    cli.config.write_text(cli.config.read_text().replace(old, new))
+    code, answer, err = cli("run", cases=[OK])
+    assert code == 3
+    assert words in answer["error"]
     assert "Traceback" not in err
     assert cli.folders() == []
 

@@ -22,7 +22,7 @@ def cli(tmp_path, monkeypatch):
     config = tmp_path / "validate.toml"
     runs = tmp_path / "runs"
     config.write_text(
-        f'lanes = ["fake"]\nclaims = "fake_lane:CLAIMS"\nruns_dir = "{runs}"\npolicy = "{tmp_path}/none.toml"\nmemory_gib = 1.0\n'
+        f'lanes = ["fake"]\nclaims = "fake_lane:CLAIMS"\nruns_dir = "{runs}"\npolicy = "none"\nmemory_gib = 1.0\n'
         '[lane_modules]\nfake = "fake_lane"\n'
     )
     cases = json.dumps({"fake.a": [{"do": "ok"}, {"do": "ok", "at_most": 2.0}]})

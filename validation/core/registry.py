@@ -52,7 +52,7 @@ def lane_exists(module: str) -> bool:
     """True when the module can be found; a lane that is absent leaves its claims unproven."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
+    except (ModuleNotFoundError, ValueError):  # no parent package, or no module's name at all
         return False
 
 

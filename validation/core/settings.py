@@ -14,6 +14,9 @@ from validation.core.types import HarnessError
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
+NO_POLICY = "none"  # as `policy`: only the limits that the checks carry
+# (setting, least, most): NaN and infinity are neither.
+LIMITS = (("jobs", 1, 64), ("memory_gib", 0.5, 1 << 20), ("case_time_limit_s", 1, 7 * 86400), ("seed", 0, (1 << 31) - 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +32,7 @@ class Settings:
     memory_gib: float = 6.0  # private memory a worker may reserve
     case_time_limit_s: float = 300.0
     runs_dir: str = "reports/runs"
-    policy: str = "rfc/policy.toml"
+    policy: str = "rfc/policy.toml"  # or "none"
     claims: str = "validation.claims:CLAIMS"
     lane_modules: Mapping[str, str] = field(default_factory=dict)  # replaces or adds lanes by dotted name
 
@@ -54,9 +57,14 @@ class Settings:
         unknown = [lane for lane in self.lanes if lane not in known]
         if unknown or not self.lanes or len(set(self.lanes)) != len(self.lanes):
             reasons.append(f"lanes: got {list(self.lanes)}, needs some of {sorted(known)}, each once")
-        for name, least in (("jobs", 1), ("memory_gib", 0.5), ("case_time_limit_s", 1)):
-            if not getattr(self, name) >= least:
-                reasons.append(f"{name}: got {getattr(self, name)}, needs at least {least}")
+        absent = sorted(f"{lane} = {module!r}" for lane, module in self.lane_modules.items() if not registry.lane_exists(module))
+        if absent:
+            reasons.append(f"lane_modules: got {', '.join(absent)}, needs modules that can be imported")
+        if self.policy != NO_POLICY and not self.path(self.policy).is_file():
+            reasons.append(f"policy: got {self.policy!r}, needs a file, or {NO_POLICY!r} for the limits of the checks alone")
+        for name, least, most in LIMITS:
+            if not least <= getattr(self, name) <= most:
+                reasons.append(f"{name}: got {getattr(self, name)}, needs {least} to {most:g}")
         return tuple(reasons)
 
 

@@ -86,7 +86,7 @@ def run_validation(settings: Settings, *, argv: Sequence[str], fresh: bool, quie
 
 
 def _describe_run(settings: Settings, plan: Plan, argv: Sequence[str], scratch_root: Path, say: Say) -> Run:
-    roles = sorted({role for item in plan.cases for role in item.roles})
+    roles = sorted({role for item in plan.cases for role in item.roles} | _asked_for(settings))
     fingerprints, isolation = ask_fingerprints(settings, scratch_root / "loading", roles, say)
     shutil.rmtree(scratch_root / "loading", ignore_errors=True)
     commit, dirty = environment.commit_of()
@@ -111,6 +111,13 @@ def _describe_run(settings: Settings, plan: Plan, argv: Sequence[str], scratch_r
     )
     stamp = run.started_utc.replace("-", "").replace(":", "")
     return dataclasses.replace(run, id=f"R-{stamp}-{environment.identity_digest(run)}")
+
+
+def _asked_for(settings: Settings) -> set[str]:
+    """The candidate, where somebody named it or its checkpoint: a wrong name is an error even if no case of the lanes asks for it."""
+    untouched = Settings()
+    named = settings.candidate not in (untouched.candidate, "stock") or settings.checkpoint != untouched.checkpoint
+    return {"candidate"} if named else set()
 
 
 def _unfinished(runs_dir: Path, identity: str) -> Path | None:
