@@ -25,6 +25,7 @@ from validation.core.types import Claim, ClaimResult, Finding, HarnessError, Hol
 from validation.core.validate import verdict_of
 from validation.core.verify import verify
 from validation.freshness import published
+from validation.gate.rule_changes import rule_changes
 from validation.policy import DEFAULT_POLICY, load_policy
 from validation.scope.change import WORKTREE, read_change
 from validation.scope.isolation import judge_change
@@ -51,6 +52,7 @@ class ChangeFacts:
     files: int
     findings: int
     product_lines: int
+    looser_rules: tuple[str, ...] = ()
 
     @property
     def summary(self) -> str:
@@ -67,7 +69,10 @@ def change_facts(repository: Path, base: str, policy_file: Path) -> ChangeFacts:
     lines = sum(
         len(file.added) for file in change.files if file.path.endswith((".py", ".cu", ".cpp")) and not file.path.startswith("tests/")
     )
-    return ChangeFacts(base=base, files=len(change.files), findings=findings, product_lines=lines)
+    root, file = repository.resolve(), policy_file.resolve()
+    changes = rule_changes(change, file.relative_to(root).as_posix()) if file.is_relative_to(root) else ()
+    looser = tuple(str(one) for one in changes if one.loosens)
+    return ChangeFacts(base=base, files=len(change.files), findings=findings, product_lines=lines, looser_rules=looser)
 
 
 def evidence_of(result: ClaimResult) -> str:
@@ -94,6 +99,7 @@ def open_items(view: View, change: ChangeFacts, said: Statements) -> list[str]:
     found += (
         [f"{change.findings} finding(s) of the scope rules; `fasttrack scope --base {change.base}` lists them"] if change.findings else []
     )
+    found += [f"a rule that judges this change may be looser: {rule}" for rule in change.looser_rules]
     found += [f"{claim.id}: {result.status.value}" for claim, result in view.claims if result.status is Status.FAIL]
     found += [f"{c.id}: not proven, but required" for c, r in view.claims if r.required and r.status is Status.NOT_PROVEN]
     found += [f"published evidence: {problem}" for problem in (view.freshness.problems if view.freshness else ())]

@@ -98,7 +98,16 @@ def test_wrong_use_is_exit_3_with_one_line(cli, arguments, words):
 
 @pytest.mark.parametrize(
     "extra",
-    ["surprise = 1", "jobs = 0", 'jobs = "two"', "jobs = true", "jobs = [", "case_time_limit_s = nan", "case_time_limit_s = inf", "seed = -1"],
+    [
+        "surprise = 1",
+        "jobs = 0",
+        'jobs = "two"',
+        "jobs = true",
+        "jobs = [",
+        "case_time_limit_s = nan",
+        "case_time_limit_s = inf",
+        "seed = -1",
+    ],
 )
 def test_a_bad_setting_is_exit_3_before_a_run_exists(cli, extra):
     cli.configure(extra)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +31,9 @@ def gate(
     published: Annotated[Path | None, typer.Option(help="Folder of published runs.")] = None,
     policy: Annotated[Path | None, typer.Option(help="Policy file; default: the setting.")] = None,
     require: Annotated[str, typer.Option(help="More conditions whose missing evidence is exit code 2, comma-separated.")] = "",
+    accept: Annotated[
+        list[str] | None, typer.Option(help="KEY=NAME: NAME accepts that the rule KEY becomes looser; may be repeated.")
+    ] = None,
     pr_ready: Annotated[bool, typer.Option("--pr-ready", help="Require every condition: what a pull request must show.")] = False,
     json_out: Annotated[Path | None, typer.Option("--json", help="Also write the results there as JSON.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML settings; default: validate.toml if it exists.")] = None,
@@ -51,6 +55,7 @@ def gate(
         runs=runs,
         left_out=left_out,
         published=published or PUBLISHED,
+        accepted=_accepted(accept or ()),
     )
     results = conditions.evaluate(read)
     status = conditions.decide(results, required)
@@ -62,6 +67,7 @@ def gate(
         "base": base,
         "run": runs[0].run.id if runs else None,
         "required": list(required),
+        "accepted": dict(read.accepted),
         "conditions": [jsonio.plain(result) for result in results],
     }
     if json_out is not None:
@@ -69,6 +75,15 @@ def gate(
     short = {result.name: result.status for result in results}
     print(jsonio.dumps({**body, "conditions": short}), flush=True)
     raise SystemExit(EXIT_CODES[status])
+
+
+def _accepted(words: Sequence[str]) -> dict[str, str]:
+    """KEY=NAME words. Raises HarnessError for one without a key or without a name."""
+    pairs = [word.rpartition("=") for word in words]
+    bad = [word for word, (key, _, name) in zip(words, pairs, strict=True) if not key.strip() or not name.strip()]
+    if bad:
+        raise HarnessError(f"gate: got --accept {bad[0]!r}, needs KEY=NAME, the key of a changed rule and who accepts it")
+    return {key.strip(): name.strip() for key, _, name in pairs}
 
 
 def _show(results: list[conditions.Result], required: tuple[str, ...], status: Status) -> None:

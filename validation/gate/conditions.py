@@ -1,5 +1,6 @@
 """What CI blocks on, one function a condition. Each reads stored results or the git history; none measures anything.
 
+    rules       the change loosens none of the rules that judge it: policy, claims, limits beside the checks
     isolation   the change against the base keeps to the policy's folders, imports, default and interface
     integrity   no record of the runs that count was edited, dropped, reordered or added
     claims      no claim failed; the required ones passed
@@ -16,8 +17,8 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,15 @@ from validation.core.store import read_evidence
 from validation.core.types import Claim, ClaimResult, Finding, HarnessError, Holds, Status
 from validation.core.validate import verdict_of
 from validation.freshness import published
+from validation.gate.rule_changes import rule_changes
 from validation.gate.runs import Stored, newest_with
 from validation.policy import Policy, load_policy
 from validation.scope.change import EMPTY_TREE, WORKTREE, read_change
 from validation.scope.isolation import judge_change
 
-CONDITIONS = ("isolation", "integrity", "claims", "ordering", "mutants", "perf", "freshness")
+CONDITIONS = ("rules", "isolation", "integrity", "claims", "ordering", "mutants", "perf", "freshness")
 # Needed on every push. The rest needs its own hardware or its own budget; it is listed, and required with --require or --pr-ready.
-REQUIRED = ("isolation", "integrity", "claims", "ordering")
+REQUIRED = ("rules", "isolation", "integrity", "claims", "ordering")
 PERF_LIMIT_S = 300.0
 SHOWN = 20
 
@@ -61,10 +63,37 @@ class Gate:
     left_out: Sequence[str]
     profile: str = "embedded"
     published: Path = published.PUBLISHED
+    accepted: Mapping[str, str] = field(default_factory=dict)  # key of a changed rule -> who accepts it
 
     @property
     def policy(self) -> Policy:
         return load_policy(self.policy_file)
+
+
+def rules(gate: Gate) -> Result:
+    """A loosened rule blocks until somebody named accepts exactly that change; tighter and new ones are shown."""
+    change = read_change(gate.repository, gate.base, WORKTREE)
+    root, policy = gate.repository.resolve(), gate.policy_file.resolve()
+    if not policy.is_relative_to(root):
+        return Result(name="rules", status=Status.PASS, summary=f"judged by {policy.name} from outside the repository")
+    changes = rule_changes(change, policy.relative_to(root).as_posix())
+    unknown = sorted(set(gate.accepted) - {one.key for one in changes})
+    if unknown:
+        raise HarnessError(f"gate: got an acceptance of {unknown}, needs keys of rules that changed: {sorted(one.key for one in changes)}")
+    blocking = [one for one in changes if one.loosens and not gate.accepted.get(one.key)]
+    shown = [f"BLOCKS {one}" for one in blocking]
+    shown += [f"accepted by {gate.accepted[one.key]}: {one}" for one in changes if gate.accepted.get(one.key)]
+    shown += [f"not looser: {one}" for one in changes if not one.loosens and not gate.accepted.get(one.key)]
+    if blocking:
+        return Result(
+            name="rules",
+            status=Status.FAIL,
+            summary=f"{len(blocking)} of {len(changes)} changed rule(s) may be looser than at {gate.base}",
+            reasons=tuple(shown[:SHOWN]),
+            remedy=f"restore it, or a maintainer runs: fasttrack gate --accept '{blocking[0].key}=NAME'",
+        )
+    summary = f"{len(changes)} rule(s) changed, none looser without a name" if changes else f"no rule differs from {gate.base}"
+    return Result(name="rules", status=Status.PASS, summary=summary, reasons=tuple(shown[:SHOWN]))
 
 
 def isolation(gate: Gate) -> Result:
@@ -276,5 +305,5 @@ def decide(results: Sequence[Result], required: Sequence[str]) -> Status:
 
 def evaluate(gate: Gate) -> list[Result]:
     """Every condition, in order."""
-    found: dict[str, Any] = {f.__name__: f for f in (isolation, integrity, claims, ordering, mutants, perf, freshness)}
+    found: dict[str, Any] = {f.__name__: f for f in (rules, isolation, integrity, claims, ordering, mutants, perf, freshness)}
     return [found[name](gate) for name in CONDITIONS]

@@ -101,6 +101,7 @@ def statuses(repository: Path) -> dict[str, str]:
 
 
 PASSING = {
+    "rules": "pass",
     "isolation": "pass",
     "integrity": "pass",
     "claims": "pass",
