@@ -122,7 +122,7 @@ class RecordFile:
         doubled = [r.key for r in replies if r.key in self._replies]
         if doubled or len({r.key for r in replies}) != len(replies):
             raise HarnessError(f"eval records: got a second reply for {doubled or 'one key'}, needs each key once; this is a bug")
-        self._append([{"kind": "reply", **_reply_to_json(reply)} for reply in replies])
+        self._append([{"kind": "reply", **reply_to_json(reply)} for reply in replies])
         self._replies.update({reply.key: reply for reply in replies})
 
     def add_scores(self, scores: Mapping[ReplyKey, Mapping[str, float | None]]) -> None:
@@ -142,7 +142,7 @@ class RecordFile:
     def _append(self, objects: Sequence[Mapping[str, Any]]) -> None:
         if not objects:
             return
-        block = b"".join(_line(obj) for obj in objects)
+        block = b"".join(encode_line(obj) for obj in objects)
         before = os.fstat(self._fd).st_size
         try:
             written = 0
@@ -159,7 +159,7 @@ class RecordFile:
             file.seek(0)
             good_end = 0
             for number, line in enumerate(file, start=1):
-                obj = _parse(line)
+                obj = decode_line(line)
                 if obj is None:
                     rest = file.read(1)
                     if rest:
@@ -175,7 +175,7 @@ class RecordFile:
     def _take(self, obj: Mapping[str, Any], number: int) -> None:
         try:
             if obj["kind"] == "reply":
-                reply = _reply_from_json(obj)
+                reply = reply_from_json(obj)
                 if reply.key in self._replies:
                     raise HarnessError(
                         f"eval records: got {reply.key} again in line {number} of {self.path}, needs each key once; restore it"
@@ -189,12 +189,12 @@ class RecordFile:
             ) from error
 
 
-def _line(obj: Mapping[str, Any]) -> bytes:
+def encode_line(obj: Mapping[str, Any]) -> bytes:
     body = json.dumps({"schema": SCHEMA, **obj}, separators=(",", ":"), allow_nan=False)
     return f'{{"sha":"{digest(body)}","body":{body}}}\n'.encode("ascii")
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def decode_line(line: bytes) -> dict[str, Any] | None:
     """The object of a whole, unaltered line; None for anything else."""
     try:
         text = line.decode("ascii")
@@ -206,10 +206,10 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return None
 
 
-def _reply_to_json(reply: Reply) -> dict[str, Any]:
+def reply_to_json(reply: Reply) -> dict[str, Any]:
     return {**asdict(reply), "token_ids": list(reply.token_ids), "extra": dict(reply.extra)}
 
 
-def _reply_from_json(obj: Mapping[str, Any]) -> Reply:
+def reply_from_json(obj: Mapping[str, Any]) -> Reply:
     names = ("seed", "text", "finish_reason", "prompt_tokens", "seconds", "extra")
     return Reply(key=ReplyKey(**obj["key"]), token_ids=tuple(obj["token_ids"]), **{name: obj[name] for name in names})

@@ -1,0 +1,193 @@
+"""Every item of one side on disk, whatever the size of the suite: only an index lies in memory.
+
+An append-only file in the form of `evals.records`. A reply's line is written once; a failed one may be followed by a later line of the same
+key, because a failure is asked again when the run is continued. The index holds a digest and a place for each key, so that twenty thousand
+answers of thirty thousand tokens each cost megabytes, not gigabytes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from evals.records import Reply, ReplyKey, decode_line, digest, encode_line, reply_from_json, reply_to_json
+from validation.core.types import HarnessError
+
+SCORES = "score"
+REPLY = "reply"
+
+
+class _Place(NamedTuple):
+    offset: int
+    size: int
+    failures: int  # failed lines of this key so far
+    answered: bool
+
+
+class ItemStore:
+    """Replies and scores of one suite on one side. One writer at a time, over all processes. Safe from several threads.
+
+    Raises HarnessError when the file cannot be written, is in use, or was altered before its last line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._places: dict[str, _Place] = {}
+        self._scores: dict[str, dict[str, float | None]] = {}
+        self._lock = threading.Lock()
+        self.repaired_bytes = 0
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise HarnessError(f"eval items: got {error}, needs a writable {path}; free space or choose another folder") from error
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._fd)
+            raise HarnessError(f"eval items: got {path} in use, needs one run at a time; wait for the other run to end") from error
+        try:
+            self._size = self._load()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> ItemStore:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the file; a second call does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    # ---- reading ----
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def answered(self, key: ReplyKey) -> bool:
+        """True when a reply that is no failure is there."""
+        place = self._places.get(_name(key))
+        return place is not None and place.answered
+
+    def failures(self, key: ReplyKey) -> int:
+        """How often asking this key has failed."""
+        place = self._places.get(_name(key))
+        return place.failures if place is not None else 0
+
+    def get(self, key: ReplyKey) -> Reply | None:
+        """The latest line of a key, from disk; None when it was never asked."""
+        place = self._places.get(_name(key))
+        if place is None:
+            return None
+        obj = decode_line(os.pread(self._fd, place.size, place.offset))
+        if obj is None:
+            raise HarnessError(f"eval items: got an altered line at byte {place.offset} of {self.path}, needs it as written; restore it")
+        return reply_from_json(obj)
+
+    def scores(self, key: ReplyKey) -> Mapping[str, float | None]:
+        """Metrics of a reply (None: no score); empty when it was not scored yet."""
+        return self._scores.get(_name(key), {})
+
+    def replies(self) -> Iterator[Reply]:
+        """The latest line of every key, in the order of the file, one at a time."""
+        for place in sorted(self._places.values()):
+            obj = decode_line(os.pread(self._fd, place.size, place.offset))
+            if obj is None:
+                raise HarnessError(
+                    f"eval items: got an altered line at byte {place.offset} of {self.path}, needs it as written; restore it"
+                )
+            yield reply_from_json(obj)
+
+    # ---- writing ----
+    def add(self, replies: Sequence[Reply]) -> None:
+        """Append replies in one write. A second answer to a key is an error: nothing may be counted twice."""
+        with self._lock:
+            doubled = [r.key for r in replies if self.answered(r.key)]
+            if doubled or len({r.key for r in replies}) != len(replies):
+                raise HarnessError(f"eval items: got a second reply for {doubled or 'one key'}, needs each key once; this is a bug")
+            lines = [encode_line({"kind": REPLY, **reply_to_json(reply)}) for reply in replies]
+            offset = self._append(lines)
+            for reply, line in zip(replies, lines, strict=True):
+                self._note(reply.key, offset, len(line), reply.text is not None)
+                offset += len(line)
+
+    def add_scores(self, scores: Iterable[tuple[ReplyKey, Mapping[str, float | None]]]) -> None:
+        """Append metrics. Equal ones written before are skipped; a later score of a reply that replaced a failure is kept."""
+        with self._lock:
+            fresh = []
+            for key, metrics in scores:
+                if _name(key) not in self._places:
+                    raise HarnessError(f"eval items: got a score for {key}, needs its reply first; this is a bug")
+                if self._scores.get(_name(key)) != dict(metrics):
+                    fresh.append((key, dict(metrics)))
+            self._append([encode_line({"kind": SCORES, "key": asdict(key), "metrics": metrics}) for key, metrics in fresh])
+            self._scores.update({_name(key): metrics for key, metrics in fresh})
+
+    def _append(self, lines: Sequence[bytes]) -> int:
+        """Write and sync; returns the place of the first line."""
+        start = self._size
+        if not lines:
+            return start
+        block = b"".join(lines)
+        try:
+            written = 0
+            while written < len(block):
+                written += os.write(self._fd, memoryview(block)[written:])
+            os.fsync(self._fd)
+        except OSError as error:
+            os.ftruncate(self._fd, start)  # a full disk leaves no half line behind
+            raise HarnessError(f"eval items: got {error} while writing {self.path}, needs space; free some and run again") from error
+        self._size = start + len(block)
+        return start
+
+    def _note(self, key: ReplyKey, offset: int, size: int, answered: bool) -> None:
+        before = self._places.get(_name(key))
+        failures = (before.failures if before is not None else 0) + (not answered)
+        self._places[_name(key)] = _Place(offset, size, failures, answered)
+
+    # ---- loading ----
+    def _load(self) -> int:
+        """Index the file; returns its size after a torn last line was cut off."""
+        offset = 0
+        with open(self._fd, "rb", closefd=False) as file:
+            file.seek(0)
+            for line in file:
+                obj = decode_line(line)
+                if obj is None:
+                    if file.read(1):
+                        raise HarnessError(
+                            f"eval items: got an altered line at byte {offset} of {self.path}, needs it as written; restore it"
+                        )
+                    self.repaired_bytes = len(line)
+                    os.ftruncate(self._fd, offset)
+                    break
+                self._take(obj, offset, len(line))
+                offset += len(line)
+        return offset
+
+    def _take(self, obj: Mapping[str, Any], offset: int, size: int) -> None:
+        try:
+            key = ReplyKey(**obj["key"])
+            if obj["kind"] == SCORES:
+                self._scores[_name(key)] = dict(obj["metrics"])
+                return
+            answered = obj["text"] is not None
+        except (KeyError, TypeError) as error:
+            raise HarnessError(f"eval items: got byte {offset} of {self.path} in another form ({error}); move the file away") from error
+        if self.answered(key):
+            raise HarnessError(f"eval items: got {key} again at byte {offset} of {self.path}, needs each answer once; restore it")
+        self._note(key, offset, size, answered)
+
+
+def _name(key: ReplyKey) -> str:
+    return digest(f"{key.suite}|{key.item}|{key.repeat}|{key.path}|{key.fingerprint}|{key.prompt_hash}|{key.params_hash}")
