@@ -39,6 +39,7 @@ LANE_COMMANDS = {
     "publish": ("validation.freshness.publish_cli", "Put evidence of a GPU machine below reports/published (seconds)."),
     "pr-body": ("reports.pr_body", "Write a pull-request body from a run (seconds)."),
     "policy": ("validation.policy_check", "Check that every rule and claim has its check and test (seconds)."),
+    "serve": ("evals.serving.server.cli", "Serve a checkpoint behind OpenAI-compatible routes (starts in seconds, no GPU)."),
     "gate": ("validation.gate.cli", "What CI blocks on, in one command."),
 }
 
