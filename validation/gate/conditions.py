@@ -223,24 +223,44 @@ def _at_base(gate: Gate) -> list[Path]:
 
 
 def mutants(gate: Gate) -> Result:
-    """The newest kill table: a violated limit is a survivor, a mutant killed by another check than its own, or a control that died."""
-    stored = newest_with("mutants", gate.runs)
-    if stored is None:
+    """The newest trial of each mutant the policy requires, from all kill tables of this code: a violated limit is a survivor, a mutant
+    killed by another check than its own, or a control that died. A table of a few proves those few."""
+    if newest_with("mutants", gate.runs) is None:
         return _nothing("mutants", gate, "make mutants")
-    judged = _lane_findings(gate, stored, "mutants")
+    judged: dict[str, list[Finding]] = {}
+    for stored in (stored for stored in gate.runs if "mutants" in stored.lanes):
+        subjects = {record.case.id: record.case.subject for record in read_evidence(stored.folder)}
+        newest: dict[str, list[Finding]] = {}
+        for finding in _lane_findings(gate, stored, "mutants"):
+            newest.setdefault(subjects.get(finding.case, finding.case), []).append(finding)
+        judged = newest | judged
+    findings = [finding for group in judged.values() for finding in group]
     bad = [
         f"{f.check} {f.case}: {f.limit.measurement if f.limit else ''} = {f.value} ({f.evidence})"
-        for f in judged
+        for f in findings
         if f.holds is Holds.VIOLATED
     ]
     if bad:
-        summary = f"{len(bad)} of {len(judged)} limits of the kill table violated in {stored.run.id}"
+        summary = f"{len(bad)} of {len(findings)} limits of the kill table violated"
         return Result(name="mutants", status=Status.FAIL, summary=summary, reasons=tuple(bad[:SHOWN]), remedy="make mutants")
-    open_ = [f"{f.check} {f.case}: {f.note}" for f in judged if f.holds is Holds.NO_EVIDENCE]
-    if open_ or not judged:
-        summary = f"{len(open_)} of {len(judged)} limits of the kill table without evidence in {stored.run.id}"
+    open_ = [f"{f.check} {f.case}: {f.note}" for f in findings if f.holds is Holds.NO_EVIDENCE]
+    open_ += [f"{name}: not tried" for name in _required_mutants(gate.policy) if name not in judged]
+    if open_ or not findings:
+        summary = f"{len(open_)} required mutants or limits without evidence; {len(judged)} were tried"
         return Result(name="mutants", status=Status.NOT_PROVEN, summary=summary, reasons=tuple(open_[:SHOWN]), remedy="make mutants")
-    return Result(name="mutants", status=Status.PASS, summary=f"every required mutant is killed, every control survives ({stored.run.id})")
+    return Result(name="mutants", status=Status.PASS, summary=f"{len(judged)} tried: the required are killed, every control survives")
+
+
+def _required_mutants(policy: Policy) -> tuple[str, ...]:
+    """Names in the policy, or all of the catalogue. Raises HarnessError for a name that the catalogue does not have."""
+    named = policy.mutants.get("required", "all")
+    if named == "all":
+        from validation.mutants.catalogue import all_mutants
+
+        return tuple(all_mutants())
+    if isinstance(named, str) or not isinstance(named, Sequence):
+        raise HarnessError(f'policy {policy.name}: got mutants.required = {named!r}, needs "all" or a list of mutants')
+    return tuple(map(str, named))
 
 
 def perf(gate: Gate) -> Result:

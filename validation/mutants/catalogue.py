@@ -18,8 +18,15 @@ from validation.mutants.model import PATH, Mutant
 from validation.mutants.paths import PATH_MUTANTS
 
 FAULTS = tuple(f"F{n:02d}" for n in range(1, 27))
-UPPER_MODULES = ("evals.mutants",)
+UPPER_MODULES = ("evals.mutants", "perf.mutants")
 CONTROL_SEEDS = 20
+# At least one a lane, cheap, and where a lane has a number as its limit one that lies near it, so that a loosened limit lets it live.
+QUICK = (
+    "predicate_dropped", "kernel_load_before_wait", "graph_buffer_rewritten_under_reader", "kda_never_waits", "o_proj_coarse",
+    "depends_on_rows", "router_ties_high", "last_tile_unwritten", "al_off_by_one", "eval_quiet_drop", "eval_truncated",
+    "speed_launch_slower", "speed_length_overstated", "speed_of_a_wrong_kernel", "control_kernel_plain_pinned", "control_identical",
+    "control_eval_0", "control_speed_equal",
+)  # fmt: skip
 
 # Places, in a check's own list of cases, of those that suffice: one layer of each kind, the shapes that differ, the nearest context.
 CHEAP: Mapping[str, tuple[int, ...]] = {
@@ -37,12 +44,19 @@ CHEAP: Mapping[str, tuple[int, ...]] = {
     "schedule.ranks": (0,),
     "schedule.poison": (0,),
 }
+# Mutants with which a whole kill table also decodes items of an eval suite: faults of numbers, and faults of order. The latter give right
+# answers until a race is lost, so what the evals say of them is the reason for the audit.
+DECODED = (
+    "kda_state_transposed", "kda_state_bf16", "conv_taps_shifted", "expert_scale_dropped", "router_ties_high", "mla_one_token_short",
+    "o_proj_coarse", "edge_to_shared_dropped", "edge_to_tail_dropped", "kda_never_waits", "first_launch_early", "prefetch_of_inputs",
+)  # fmt: skip
+DECODED_ROWS = 40
 # What other checks a wrong path is shown to, after the one that must kill it.
 PATH_ALSO = ("numerics.sublayer", "numerics.state_layout", "schedule.poison")
 # Places of the sublayer cases in which the fault of an operation can show.
 SUBLAYER_OF: Mapping[str, tuple[int, ...]] = {
     "kda": (13, 10), "in_proj": (10,), "route": (16,), "experts_up": (16,), "latent_reduce": (16,), "attn_res": (10,),
-    "mla_query": (28,), "mla_decode": (28,), "mla_merge": (28,), "sample": (10,),
+    "mla_query": (28,), "mla_decode": (28,), "mla_merge": (28,), "sample": (10,), "o_proj": (10,),
 }  # fmt: skip
 
 # Parts of a class that only hardware shows. Each class has a mutant all the same; this says what that mutant does not cover.

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from validation.core.types import Case, Check, Limit, Measurement, Target
+
+if TYPE_CHECKING:
+    from validation.mutants.model import Mutant
 
 CHECK = "mutants.kill_table"
 
@@ -15,15 +18,24 @@ CHECK = "mutants.kill_table"
 @dataclass(frozen=True, kw_only=True)
 class _Narrowed:
     ids: tuple[str, ...] | None = None
-    eval_rows: int = 0
+    eval_rows: int | None = None  # None: as the catalogue says for a whole table, none for a narrowed one
+
+    def rows_of(self, mutant: Mutant) -> int:
+        """Eval items to decode with a mutant."""
+        from validation.mutants.catalogue import DECODED, DECODED_ROWS
+        from validation.mutants.model import PATH
+
+        if self.eval_rows is None:
+            return DECODED_ROWS if self.ids is None and mutant.id in DECODED else 0
+        return self.eval_rows if mutant.kind == PATH or mutant.id in DECODED else 0
 
 
 _plan = [_Narrowed()]
 
 
 @contextmanager
-def narrowed(ids: Sequence[str] | None, eval_rows: int = 0) -> Iterator[None]:
-    """Plan only these mutants (None: all) for the time of the context; with `eval_rows`, wrong paths also decode that many eval items.
+def narrowed(ids: Sequence[str] | None, eval_rows: int | None = None) -> Iterator[None]:
+    """Plan only these mutants (None: all) for the time of the context; with `eval_rows`, wrong paths decode that many eval items.
 
     A narrowed run proves the claim for no more than it measured.
     """
@@ -47,13 +59,10 @@ class KillTableCheck:
 
     def cases(self) -> Iterable[Case]:
         from validation.mutants.catalogue import all_mutants
-        from validation.mutants.model import PATH
 
         found, plan = all_mutants(), _plan[-1]
-        return [
-            Case(subject=name, params={"eval_rows": plan.eval_rows} if plan.eval_rows and found[name].kind == PATH else {})
-            for name in (found if plan.ids is None else plan.ids)
-        ]
+        chosen = {name: plan.rows_of(found[name]) for name in (found if plan.ids is None else plan.ids)}
+        return [Case(subject=name, params={"eval_rows": rows} if rows else {}) for name, rows in chosen.items()]
 
     def limits(self, case: Case) -> tuple[Limit, ...]:
         from validation.mutants.catalogue import all_mutants

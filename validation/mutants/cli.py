@@ -24,6 +24,8 @@ from validation.core.types import EXIT_CODES, Evidence, HarnessError, Outcome
 
 app = typer.Typer(add_completion=False)
 LANES = ("scope", "ordering", "numerics", "schedule", "evals", "perf")
+NOT_RUN = "not run"
+ORDER_KINDS = ("launch-graph", "schedule")
 SIGNS = {"killed": "[green]X[/]", "alive": "·", "not run": " "}
 TABLE_FILE = "kill_table.json"
 LOG_WIDTH = 170  # characters; a log has no width of its own
@@ -32,18 +34,23 @@ LOG_WIDTH = 170  # characters; a log has no width of its own
 @app.command()
 def mutants(
     only: Annotated[str | None, typer.Option(help="Ids, fault classes or kinds, comma-separated; default: all.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A fixed few, at least one a lane: is the suite as sharp as it was? (a minute)")
+    ] = False,
     list_: Annotated[bool, typer.Option("--list", help="List the mutants and what is beyond reach here; runs nothing.")] = False,
     runs_dir: Annotated[str | None, typer.Option(help="Where run folders are kept.")] = None,
     checkpoint: Annotated[str | None, typer.Option(help="Checkpoint folder.")] = None,
     resume: Annotated[bool, typer.Option("--resume/--fresh", help="Continue an interrupted run of the same code and settings.")] = True,
-    evals: Annotated[int, typer.Option(help="Also decode this many items of an eval suite with each wrong path (minutes each).")] = 0,
+    evals: Annotated[
+        int | None, typer.Option(min=0, help="Eval items to decode with each wrong path (default: 40 with a dozen of them; 0: none).")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only survivors and the result, for CI.")] = False,
 ) -> None:
     """Run wrong candidates and the checks that must kill them (at most 12 minutes on 2 cores, no GPU)."""
     from validation.mutants import checks
     from validation.mutants.catalogue import all_mutants
 
-    chosen = select(only)
+    chosen = select(only, quick=quick)
     out = Console(stderr=True, width=None if sys.stderr.isatty() else LOG_WIDTH)
     if list_:
         _show_list(out, chosen)
@@ -63,11 +70,15 @@ def mutants(
             **summary(rows))  # fmt: skip
 
 
-def select(only: str | None) -> tuple[str, ...]:
-    """Ids of the mutants named by id, class or kind. Raises HarnessError for a word that names none."""
-    from validation.mutants.catalogue import all_mutants
+def select(only: str | None, *, quick: bool = False) -> tuple[str, ...]:
+    """Ids of the mutants named by id, class or kind, or the quick few. Raises HarnessError for a word that names none."""
+    from validation.mutants.catalogue import QUICK, all_mutants
 
     found = all_mutants()
+    if quick:
+        if only is not None:
+            raise HarnessError("mutants: got --quick and --only, needs one of them")
+        return QUICK
     if only is None:
         return tuple(found)
     words = [word.strip() for word in only.split(",") if word.strip()]
@@ -159,13 +170,19 @@ def _show_alone(out: Console, rows: Sequence[Mapping[str, Any]], found: Mapping[
         table.add_row(lane, str(row["shown"]), f"{len(row['missed'])}: {', '.join(row['missed'][:8])}", str(row["not_run"]))
     out.print(table)
     binary = [row["mutant"] for row in rows if row["kind"] in ("binary", "launch-graph", "toolchain") and row["state"] == "killed"]
+    decoded = {
+        row["mutant"]: row["lanes"]["evals"] for row in rows if row["kind"] != "eval" and row["lanes"].get("evals", NOT_RUN) != NOT_RUN
+    }
+    order = [row["mutant"] for row in rows if row["mutant"] in decoded and row["kind"] in ORDER_KINDS and row["state"] == "killed"]
+    passed = [name for name in order if decoded[name] == "alive"]
     out.print(
-        f"{len(binary)} faults live in binaries or in the launch graph, where an eval gives right answers until a race is lost; "
-        "the evals lane was not run on them and cannot be credited with them."
+        f"{len(binary)} faults killed live in binaries or in the launch graph, where an eval gives right answers until a race is lost. "
+        f"A suite was decoded with {len(order)} faults of order that the audit killed; the evals gate let {len(passed)} of them through"
+        + (f": {', '.join(passed)}." if passed else ".")
     )
-    shown = [row for row in rows if row["kind"] == "path" and row["lanes"].get("evals", "not run") != "not run"]
-    if not shown:
-        out.print("evals on wrong paths: not run; `--evals ROWS` decodes a suite with each of them")
+    numbers = [name for name in decoded if name not in order]
+    missed = [name for name in numbers if decoded[name] == "alive"]
+    out.print(f"And with {len(numbers)} faults of numbers; it let {len(missed)} through{': ' if missed else ''}{', '.join(missed)}.")
 
 
 def _classes() -> dict[str, list[str]]:

@@ -7,10 +7,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-PATH, SCHEDULE, GRAPH, BINARY, TOOLCHAIN, SCOPE, EVAL, ACCEPTANCE = (
-    "path", "schedule", "launch-graph", "binary", "toolchain", "scope", "eval", "acceptance",
+PATH, SCHEDULE, GRAPH, BINARY, TOOLCHAIN, SCOPE, EVAL, ACCEPTANCE, TIMING = KINDS = (
+    "path", "schedule", "launch-graph", "binary", "toolchain", "scope", "eval", "acceptance", "timing",
 )  # fmt: skip
-KINDS = (PATH, SCHEDULE, GRAPH, BINARY, TOOLCHAIN, SCOPE, EVAL, ACCEPTANCE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +49,7 @@ class Mutant:
     """
 
     id: str
-    fault: str  # F01..F26; "-" for controls; "scope" for a broken rule of the policy that is no class of the catalogue
+    fault: str  # F01..F26; "-" for controls; "scope" and "speed" for broken rules of the policy that are no class of the catalogue
     kind: str
     sentence: str
     claim: str

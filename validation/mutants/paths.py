@@ -251,6 +251,17 @@ def _other_order(real: Any, config: Any, contract: Any, operands: Any, arithmeti
     return {**out, "proj_TP": arithmetic.bf16(parts[3] + parts[2] + parts[1] + parts[0])}
 
 
+def _coarse_output(real: Any, config: Any, contract: Any, operands: Any, arithmetic: Any) -> dict[str, torch.Tensor]:
+    """The output keeps 6 significant bits where BF16 keeps 8: hardly more than the factor allows, so a looser factor lets it live."""
+    out = real(config, contract, operands, arithmetic)
+    return {name: _rounded(value, 6) if value.is_floating_point() else value for name, value in out.items()}
+
+
+def _rounded(value: torch.Tensor, bits: int) -> torch.Tensor:
+    mantissa, exponent = torch.frexp(value.float())
+    return torch.ldexp(torch.round(mantissa * 2.0**bits) / 2.0**bits, exponent).to(value.dtype)
+
+
 def _gate_bound_positive(real: Any, config: Any, contract: Any, operands: Any, arithmetic: Any) -> dict[str, torch.Tensor]:
     """The bound of the decay gate is read as -1 instead of -5: state decays too slowly."""
     return real(dataclasses.replace(config, gate_lower_bound=-1.0), contract, operands, arithmetic)
@@ -297,6 +308,7 @@ PATH_MUTANTS: Mapping[str, PathMutant] = {
         _m("router_ties_high", "F25", "ties go to the higher id", "numerics.ties", "C-NUM-1", wrap={"route": _ties_to_the_higher_id}),
         _m("padding_routed", "F11", "padding rows routed, NaN leaks", "numerics.padding", "C-NUM-1", wrap={"route": _padding_routed}),
         _m("expert_scale_dropped", "F13", "one expert's scale dropped", SUBLAYER, "C-NUM-1", change=_scale_dropped),
+        _m("o_proj_coarse", "F22", "two bits of the output lost", SUBLAYER, "C-NUM-1", wrap={"o_proj": _coarse_output}),
         _m("experts_swiglu", "F22", "SwiGLU in place of SiTU", SUBLAYER, "C-NUM-1", wrap={"experts_up": _unclamped_up}),
         _m("mla_table_bound", "F17", "page table bound at 1024 pages", FAR, "C-NUM-4", wrap={"mla_decode": _table_bound}),
         _m("mla_one_token_short", "F17", "newest token not attended", SUBLAYER, "C-NUM-1", wrap={"mla_decode": _one_token_short}),

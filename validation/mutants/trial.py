@@ -14,28 +14,37 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from validation.core import registry
+from validation.core.judge import with_policy
 from validation.core.types import Case, Check, HarnessError, Limit
 from validation.mutants.catalogue import case_places
-from validation.mutants.model import EVAL, Breach, Mutant, Seen
+from validation.mutants.model import EVAL, TIMING, Breach, Mutant, Seen
+from validation.policy import load_policy
 
 EVALS_MODULE = "evals.mutants"
 KILLED, ALIVE, NOT_RUN = "killed", "alive", "not run"
+CONTROLS_MEET = {EVAL: "evals.gate", TIMING: "perf.any"}  # for controls that have a subject of their own
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """The suite a mutant meets. `off`: lanes that do not run; `loosened`: measurement -> factor on its upper bounds."""
+    """The suite a mutant meets. `off`: lanes that do not run; `loosened`: measurement -> factor on its upper bounds.
+
+    Limits are those that judge a run: a number of the policy takes the place of the check's own, so a loosened policy shows.
+    """
 
     off: frozenset[str] = frozenset()
     loosened: Mapping[str, float] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=lambda: registry.LANE_MODULES)
 
+    policy_limits: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: load_policy().limits)
+
     def limits(self, check: Check, case: Case) -> tuple[Limit, ...]:
+        judged = (with_policy(limit, check.id.split(".")[0], self.policy_limits) for limit in check.limits(case))
         return tuple(
             dataclasses.replace(limit, bound=limit.bound * self.loosened[limit.measurement])
             if limit.op in ("<=", "<") and limit.measurement in self.loosened
             else limit
-            for limit in check.limits(case)
+            for limit in judged
         )
 
     def check(self, identity: str) -> Check | None:
@@ -102,7 +111,7 @@ def run_trial(mutant: Mutant, targets: Mapping[str, Any], suite: Suite | None = 
 def _named(mutant: Mutant, targets: Mapping[str, Any], suite: Suite) -> Seen | None:
     trial = mutant.trial
     if trial is not None:
-        name = mutant.killed_by or ("evals.gate" if mutant.kind == EVAL else "ordering.any")
+        name = mutant.killed_by or CONTROLS_MEET.get(mutant.kind, "ordering.any")
         return None if name.split(".")[0] in suite.off else _guarded(name, lambda: trial(targets))
     check = suite.check(mutant.killed_by) if mutant.killed_by else None
     return None if check is None else _run_check(mutant, check, targets, suite)

@@ -29,7 +29,7 @@ CLAIMS = (
     Claim(id="C-MUT-1", sentence="s", lane="mutants", checks=("mutants.*",), required_in=("embedded",), proven_by="p"),
 )
 LIMIT = Limit(measurement="wrong", op="==", bound=0, unit="count", why="w")
-LANES_OF_POLICY = '\n[lanes]\nembedded = ["scope", "ordering"]\n'
+LANES_OF_POLICY = '\n[lanes]\nembedded = ["scope", "ordering"]\n[mutants]\nrequired = ["x"]\n'
 
 
 def record(check: str, value: float = 0.0, **more) -> Evidence:
@@ -189,6 +189,27 @@ def test_the_newest_run_of_a_lane_counts(repository):
     assert statuses(repository) == {**PASSING, "claims": "fail", "ordering": "fail"}
     make_run(repository.parent / "runs", [record("ordering.kernels", 0)], number=3, lanes=("ordering",))
     assert statuses(repository) == PASSING
+
+
+def test_a_kill_table_of_a_few_proves_those_few(repository):
+    """The policy requires all of the catalogue; the table holds one mutant, and its survivors block all the same."""
+    policy = repository.parent / "policy.toml"
+    policy.write_text(policy.read_text().replace('required = ["x"]', 'required = "all"'))
+    make_run(repository.parent / "runs", GOOD)
+    result = judged(repository)["mutants"]
+    assert result.status is Status.NOT_PROVEN
+    assert any("not tried" in reason for reason in result.reasons)
+    make_run(repository.parent / "runs", [record("mutants.kill", 1)], number=2, lanes=("mutants",))
+    assert judged(repository)["mutants"].status is Status.FAIL
+
+
+def test_an_older_whole_table_and_a_newer_narrow_one_count_together(repository):
+    other = dataclasses.replace(record("mutants.kill"), case=Case(subject="y"))
+    policy = repository.parent / "policy.toml"
+    policy.write_text(policy.read_text().replace('["x"]', '["x", "y"]'))
+    make_run(repository.parent / "runs", [*GOOD, other], number=1)
+    make_run(repository.parent / "runs", [record("mutants.kill")], number=2, lanes=("mutants",))
+    assert judged(repository)["mutants"].status is Status.PASS
 
 
 def test_nothing_at_all_is_not_a_pass():

@@ -14,8 +14,8 @@ from kimi_k3_decode.weights import random_weights
 from validation.core import registry
 from validation.core.types import Case, Evidence, HarnessError, Measurement, Outcome
 from validation.mutants import checks, cli
-from validation.mutants.catalogue import BEYOND_REACH, CHEAP, FAULTS, all_mutants, case_places, classes
-from validation.mutants.model import EVAL, PATH, Breach, Mutant, Seen, patched
+from validation.mutants.catalogue import BEYOND_REACH, CHEAP, DECODED, FAULTS, QUICK, all_mutants, case_places, classes
+from validation.mutants.model import EVAL, PATH, TIMING, Breach, Mutant, Seen, patched
 from validation.mutants.trial import ALIVE, KILLED, Suite, run_trial
 from validation.targets.engine import EngineTarget
 
@@ -114,6 +114,13 @@ def test_scope_mutants_die(targets):
         assert run_trial(all_mutants()[identity], targets).killed_by_named
 
 
+def test_every_mutant_of_a_speed_dies_and_its_controls_live(targets):
+    for mutant in (m for m in all_mutants().values() if m.kind == TIMING):
+        trial = run_trial(mutant, targets)
+        assert bool(trial.breaches) is not mutant.control, mutant.id
+        assert trial.lanes()["perf"] == (ALIVE if mutant.control else KILLED)
+
+
 # ---- a weakened suite ----
 def test_a_lane_that_is_off_leaves_survivors(targets):
     mutant = all_mutants()["router_ties_high"]
@@ -128,6 +135,59 @@ def test_a_loosened_limit_leaves_a_survivor(targets):
     assert run_trial(mutant, targets).killed_by_named
     loose = Suite(loosened={"error_ratio": 100.0, "spread_ratio": 100.0})
     assert not run_trial(mutant, targets, loose).killed_by_named
+
+
+def test_a_loosened_policy_leaves_a_survivor_among_the_quick_few(targets):
+    """Each number of the policy that a quick mutant meets: a looser one lets that mutant live."""
+    near = dataclasses.replace(all_mutants()["o_proj_coarse"], also=())
+    assert near.id in QUICK
+    assert run_trial(near, targets).killed_by_named
+    assert not run_trial(near, targets, Suite(policy_limits={"numerics": {"error_ratio": 2.0}})).killed_by_named
+
+
+@pytest.mark.parametrize(
+    ("identity", "old", "new"),
+    [
+        ("eval_quiet_drop", "gsm8k_nano = 0.03", "gsm8k_nano = 0.5"),
+        ("eval_truncated", "truncation_share_max = 0.02", "truncation_share_max = 0.5"),
+        ("speed_launch_slower", "slowdown_max = 0.03", "slowdown_max = 0.1"),
+        ("speed_length_overstated", "acceptance_length_tolerance = 0.02", "acceptance_length_tolerance = 0.2"),
+        ("speed_of_a_wrong_kernel", "\nerror_ratio = 1.5", "\nerror_ratio = 2.0"),
+    ],
+)
+def test_a_loosened_line_of_the_policy_file_is_noticed(targets, monkeypatch, tmp_path, identity, old, new):
+    from validation import policy
+
+    assert identity in QUICK
+    strict = run_trial(all_mutants()[identity], targets)
+    assert strict.killed_by_named
+    text = policy.DEFAULT_POLICY.read_text()
+    assert old in text
+    (tmp_path / "policy.toml").write_text(text.replace(old, new).replace("one_standard_error = 1.0", "one_standard_error = 9.0"))
+    real = policy.load_policy
+    monkeypatch.setattr(policy, "load_policy", lambda path=None: real(tmp_path / "policy.toml"))
+    loose = run_trial(all_mutants()[identity], targets)
+    assert {b.rule for b in loose.breaches} != {b.rule for b in strict.breaches}
+    assert len(loose.breaches) < len(strict.breaches)
+
+
+def test_the_quick_few_have_one_for_each_lane_and_a_control():
+    chosen = [all_mutants()[name] for name in QUICK]
+    lanes = {m.killed_by.split(".")[0] for m in chosen if not m.control}
+    assert lanes == {"scope", "ordering", "numerics", "schedule", "evals", "perf"}
+    assert any(m.control for m in chosen)
+    assert cli.select(None, quick=True) == QUICK
+    with pytest.raises(HarnessError, match="one of them"):
+        cli.select("F01", quick=True)
+
+
+def test_a_whole_table_decodes_items_with_some_mutants_and_a_narrow_one_with_none():
+    rows = {case.subject: case.params.get("eval_rows", 0) for case in checks.KillTableCheck().cases()}
+    assert {name for name, n in rows.items() if n} == set(DECODED)
+    with checks.narrowed(QUICK):
+        assert not any(case.params for case in checks.KillTableCheck().cases())
+    with checks.narrowed(None, eval_rows=0):
+        assert not any(case.params for case in checks.KillTableCheck().cases())
 
 
 def test_an_error_in_a_check_kills_nothing(targets):
