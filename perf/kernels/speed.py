@@ -1,104 +1,129 @@
-"""Speed records: each launch alone with cold weights beside the library's product, tilings, and one rank's layers."""
+"""One rank's KDA + MoE layer beside the stock layer: times with conditions, what each measure is worth, and how far the floor is.
+
+Both sides read the same weights, choose the same experts and are timed in turns. Stock is timed twice, as two subjects: stock against stock
+has to be no difference, else nothing of that record may be believed.
+"""
 
 from __future__ import annotations
 
-import os
-from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from kimi_k3_decode.config import K3, Shard
-from kimi_k3_decode.device.skinny import Tiling
-from kimi_k3_decode.launches import layer_plan
-from kimi_k3_decode.ops.contract import Contract, Role
+from kimi_k3_decode.launches import Launch, layer_plan
+from kimi_k3_decode.ops.contract import Role
+from perf.decision import decide
 from perf.kernels.check import Run
+from perf.kernels.conditions import Card
 from perf.kernels.layer import LayerLoop
 from perf.kernels.operands import Maker
-from perf.kernels.stock_layer import StockLayer, state_for
-from perf.kernels.timing import Timed, capture, copy_rate_bytes_per_s, interleaved
+from perf.kernels.stock_layer import LAUNCHES, StockLayer, adopt_routing, state_for
+from perf.kernels.timing import Timed, capture, copy_rate_bytes_per_s, measured
+from perf.roofline import EXPERT_OPS, Traffic, traffic
+from perf.stats import paired_ratio
 
+LAYERS = (4, 5)
+SHAPES = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (32, 1), (64, 1), (8, 8), (16, 8), (32, 8), (64, 8))  # (rows, tokens a request)
+PROFILED = (1, 8, 64)
 COLD_BYTES = 320 << 20  # rotate until this much weight has passed between two uses of the same bytes
-PRODUCTS = {
-    "in_proj": "weight_PD",
-    "o_proj": "weight_DC",
-    "moe_front": "latent_down_LD",
-    "shared_up": "gate_up_ID",
-    "shared_down": "down_DI",
-    "moe_tail": "latent_up_DL",
-}
+WHAT = (
+    "one rank's KDA + MoE layer (mean of layers 4 and 5), microseconds a layer, one CUDA graph, replays interleaved ABBA, weights of both "
+    "layers larger than L2, messages looped back to the same rank; both sides read the same weights and choose the same experts"
+)
+STOCK_EXCLUDES = "every exchange between ranks (its all-reduces); its numbers are not compared with the oracle"
+# One measure switched off at a time: what the fused layer is built with then.
+ABLATIONS: dict[str, dict[str, bool]] = {"without_pdl": {"pdl": False}, "without_side_stream": {"side": False}}
 
 
-def _times(t: Timed) -> dict[str, float]:
-    return {"median_us": round(t.median_us, 3), "low_us": round(t.low_us, 3), "high_us": round(t.high_us, 3)}
+def times_of(name: str, t: Timed) -> dict[str, Any]:
+    """Median and quartiles for the record's numbers; every sample beside them."""
+    return {
+        f"{name}_us": round(t.median_us, 3), f"{name}_low_us": round(t.low_us, 3), f"{name}_high_us": round(t.high_us, 3),
+        f"{name}_samples": [round(x, 3) for x in t.samples_us],
+    }  # fmt: skip
 
 
-def _moved_bytes(contract: Contract) -> int:
-    """Bytes of the dense weights (what a launch cannot avoid reading)."""
-    return sum(o.bytes or 0 for o in contract.of_role(Role.WEIGHT))
+def ratio_of(name: str, slower: Timed, faster: Timed) -> dict[str, float]:
+    """Median of slower / faster over pairs, with its 95 % bootstrap interval."""
+    found = paired_ratio(slower.samples_us, faster.samples_us)
+    return {name: round(found.value, 4), f"{name}_low": round(found.low, 4), f"{name}_high": round(found.high, 4)}
 
 
-def _rotation(contract: Contract, options: dict[str, Any] | None, copies: int, seed: int = 5) -> list[Run]:
-    return [Run(K3, contract, Maker(K3, contract, seed + i).all(), pdl=True, options=options) for i in range(copies)]
+def stock_times(times: dict[str, Timed]) -> dict[str, Any]:
+    """The stock sides of a record, and whether stock differs from itself."""
+    one, two = times["stock"], times["stock_again"]
+    return {
+        **times_of("stock", one),
+        "stock_again_us": round(two.median_us, 3),
+        **ratio_of("self_check", one, two),
+        "self_check_decision": decide(one.samples_us, two.samples_us),
+        **ratio_of("speedup", one, times["fused"]),
+    }
 
 
-def tilings_around(base: Tiling) -> list[Tiling]:
-    """Valid neighbours of a schedule: other cluster splits, warp shapes and depths."""
-    found = []
-    for splits in (1, 2, 4, 8):
-        for warps_m, warps_k in ((1, 8), (2, 4), (4, 2), (8, 1)):
-            for depth in (5, 8, 14):
-                try:
-                    found.append(replace(base, splits=splits, warps_m=warps_m, warps_k=warps_k, depth=depth))
-                except ValueError:
-                    continue
-    return found
+def traffic_of(plan: list[Launch], shard: Shard, rows: int, q: int, distinct: dict[int, int], context_tokens: int = 0) -> list[Traffic]:
+    """Bytes each launch must move with the experts that were really chosen."""
+    return [
+        traffic(launch.contract, shard, rows=rows, q=q, context_tokens=context_tokens, distinct=distinct.get(launch.layer or -1))
+        for launch in plan
+    ]
 
 
-def ops(records: Any) -> None:
-    """Each product launch of a K3 layer: the scheduled kernel, the library product, and (K3_KERNELS_SWEEP) every tiling in reach."""
-    rate = copy_rate_bytes_per_s()
-    print(f"copy {rate / 1e12:.3f} TB/s", flush=True)
-    sweep = os.environ.get("K3_KERNELS_SWEEP", "")
-    for tp in (8,) if sweep else (8, 16):
-        for rows in (1, 8, 64):
-            plan = layer_plan(K3, Shard(config=K3, tp=tp), 5, rows)
-            for launch in plan:
-                if launch.op not in PRODUCTS:
-                    continue
-                size = _moved_bytes(launch.contract)
-                copies = max(2, -(-COLD_BYTES // size))
-                runs = _rotation(launch.contract, None, copies)
-                weights = [run.tensors[PRODUCTS[launch.op]] for run in runs]
-                x = runs[0].tensors[launch.contract.operands[0].name].flatten(1)
-                graphs = {
-                    "kernel": capture(partial(_launch, runs)),
-                    "library": capture(partial(_library, weights, x)),
-                }
-                times = interleaved(graphs, copies, replays=40)
-                record = {
-                    "op": launch.op, "tp": tp, "rows": rows, "kernel": runs[0].spec.id, "weight_bytes": size,
-                    "floor_us": round(size / rate * 1e6, 3), "copy_bytes_per_s": rate,
-                    **{name: _times(t) for name, t in times.items()},
-                }  # fmt: skip
-                records.add(record)
-                print(launch.op, tp, rows, runs[0].spec.variant, {k: v["median_us"] for k, v in record.items() if isinstance(v, dict)},
-                      record["floor_us"], flush=True)  # fmt: skip
-                if sweep and f"{tp}" in sweep.split(",") and rows in (1, 64):
-                    _sweep(records, launch, runs, copies, tp, rows)
-                del runs, weights, graphs
-                torch.cuda.empty_cache()
+def count_distinct(chosen: dict[int, torch.Tensor]) -> dict[int, int]:
+    return {layer: int(ids.unique().numel()) for layer, ids in chosen.items()}
 
 
-def _launch(runs: list[Run]) -> None:
-    for run in runs:
-        run.launch()
+class LayerBench:
+    """All loops of one rank count: they share weights, which are too large to make twice."""
 
+    def __init__(self, tp: int, card: Card, rate: float) -> None:
+        self.tp, self.card, self.rate = tp, card, rate
+        self.weights: dict[str, torch.Tensor] = {}
+        self.stacked: dict[str, torch.Tensor] = {}
 
-def _library(weights: list[torch.Tensor], x: torch.Tensor) -> None:
-    for weight in weights:
-        torch.nn.functional.linear(x, weight)
+    def one(self, rows: int, q: int, replays: int = 56) -> tuple[dict[str, Any], LayerLoop]:
+        """The record of one shape, and the fused loop it timed."""
+        loops = {"fused": LayerLoop(K3, self.tp, LAYERS, rows, q, shared_weights=self.weights)}
+        for name, off in ABLATIONS.items():
+            loops[name] = LayerLoop(K3, self.tp, LAYERS, rows, q, shared_weights=self.weights, **off)
+        chosen = loops["fused"].chosen_experts()
+        stock = [
+            StockLayer(K3, self.tp, layer, rows, self.weights, state_for(K3, self.tp, rows, q), q=q, keep=self.stacked) for layer in LAYERS
+        ]
+        for layer in stock:
+            adopt_routing(layer, chosen[layer.layer])
+        graphs = {name: capture(loop.issue) for name, loop in loops.items()}
+        issue = partial(_issue, stock)
+        graphs |= {"stock": capture(issue), "stock_again": capture(issue)}
+        found = measured(graphs, len(LAYERS), self.card, replays)
+        distinct = count_distinct(chosen)
+        moved = traffic_of(loops["fused"].plan, Shard(config=K3, tp=self.tp), rows, q, distinct)
+        floor_us = 1e6 * sum(t.hbm_bytes for t in moved) / len(LAYERS) / self.rate
+        record: dict[str, Any] = {
+            "case": f"k3-tp{self.tp}-r{rows}-q{q}",
+            "what": WHAT,
+            "replays_count": replays,
+            **times_of("fused", found.times["fused"]),
+            **stock_times(dict(found.times)),
+            "floor_us": round(floor_us, 3),
+            "over_floor": round(found.times["fused"].median_us / floor_us, 4),
+            "copy_rate_bytes": self.rate,
+            "moved_bytes": sum(t.hbm_bytes for t in moved) / len(LAYERS),
+            "experts_read_count": sum(distinct.values()) / len(distinct),
+            "stock_experts_read_count": sum(layer.experts_read() for layer in stock) / len(stock),
+            "waits_that_ran_out_count": sum(int(loop.health[0]) for loop in loops.values()),
+            "stock_launches": list(LAUNCHES),
+            "stock_excludes": STOCK_EXCLUDES,
+            "conditions": found.conditions,
+            "throttled_attempts_discarded_count": found.discarded_count,
+        }
+        for name in ABLATIONS:
+            record |= times_of(name, found.times[name]) | ratio_of(f"{name}_over_fused", found.times[name], found.times["fused"])
+        if found.throttled:
+            record["error"] = f"the card throttled in every attempt: {', '.join(found.throttled)}; no time is shown"
+        return record, loops["fused"]
 
 
 def _issue(stock: list[StockLayer]) -> None:
@@ -106,72 +131,103 @@ def _issue(stock: list[StockLayer]) -> None:
         layer.issue()
 
 
-def _sweep(records: Any, launch: Any, runs: list[Run], copies: int, tp: int, rows: int) -> None:
-    base = runs[0].spec.make().core.t
-    best = []
-    for tiling in tilings_around(base):
-        try:
-            tried = [Run(K3, launch.contract, run.tensors, pdl=True, options={"tiling": tiling}) for run in runs]
-            graph = capture(partial(_launch, tried), warmups=1)
-            t = interleaved({"kernel": graph}, copies, replays=8)["kernel"]
-        except Exception as error:
-            records.add({"sweep": launch.op, "tp": tp, "rows": rows, "tiling": asdict(tiling), "error": str(error)[:200]})
-            continue
-        records.add({"sweep": launch.op, "tp": tp, "rows": rows, "tiling": asdict(tiling), "median_us": t.median_us})
-        best.append((t.median_us, tiling))
-    for median, tiling in sorted(best, key=lambda pair: pair[0])[:3]:
-        print("   ", round(median, 2), f"s{tiling.splits} w{tiling.warps_m}x{tiling.warps_k} d{tiling.depth}", flush=True)
-
-
-def layers(records: Any) -> None:
-    """Two KDA + MoE layers of one K3 rank in one graph, with PDL and side stream off one at a time, and the stock layer: us a layer."""
-    for tp in (8, 16):
-        weights: dict[str, torch.Tensor] = {}
-        for rows, q in ((1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (32, 1), (64, 1), (8, 8)):
-            graphs = {}
-            loops = []
-            for name, pdl, side in (("pdl", True, True), ("no_pdl", False, True), ("one_stream", True, False)):
-                loop = LayerLoop(K3, tp, (4, 5), rows, q, pdl=pdl, side=side, shared_weights=weights)
-                graphs[name] = capture(loop.issue)
-                loops.append(loop)
-            if q == 1:
-                stock = [StockLayer(K3, tp, layer, rows, weights, state_for(K3, tp, rows)) for layer in (4, 5)]
-                graphs["stock"] = capture(partial(_issue, stock))
-            times = interleaved(graphs, 2, replays=50)
-            sick = [int(loop.health[0]) for loop in loops]
-            record = {"tp": tp, "rows": rows, "q": q, "sick": sick, **{name: _times(t) for name, t in times.items()}}
+def layers(records: Any, profiles: Any, tps: tuple[int, ...] = (8, 16), shapes: tuple[tuple[int, int], ...] = SHAPES) -> None:
+    """The layer records of `tps` x `shapes`, and single passes under the profiler for some."""
+    card = Card()
+    rate = copy_rate_bytes_per_s()
+    torch.cuda.empty_cache()
+    for tp in tps:
+        bench = LayerBench(tp, card, rate)
+        for rows, q in shapes:
+            try:
+                record, fused = bench.one(rows, q)
+            except torch.OutOfMemoryError as error:
+                records.add({"case": f"k3-tp{tp}-r{rows}-q{q}", "error": f"out of memory: {str(error)[:200]}"})
+                continue
             records.add(record)
-            print("layer", tp, rows, q, {k: v["median_us"] for k, v in record.items() if isinstance(v, dict)}, sick, flush=True)
-            if rows in (1, 64) and q == 1:
-                _profile(records, loops[0], tp, rows)
-                alone = LayerLoop(K3, tp, (4, 5), rows, q, pdl=False, side=False, shared_weights=weights)
-                alone.issue()
-                torch.cuda.synchronize()
-                _profile(records, alone, tp, rows)
-        del weights
-        torch.cuda.empty_cache()
+            print(record["case"], {k: v for k, v in record.items() if k.endswith("_us")}, record["speedup"], record["over_floor"],
+                  record["self_check_decision"], flush=True)  # fmt: skip
+            if rows in PROFILED and q == 1:
+                profiles.add(profiled(fused, tp, rows, "pdl"))
+                alone = LayerLoop(K3, tp, LAYERS, rows, q, pdl=False, side=False, shared_weights=bench.weights)
+                profiles.add(profiled(alone, tp, rows, "alone"))
+            torch.cuda.empty_cache()
 
 
-def _profile(records: Any, loop: LayerLoop, tp: int, rows: int) -> None:
-    """Kernel times of one eager pass without overlap, from the profiler; and the set of kernels executed."""
+def profiled(loop: LayerLoop, tp: int, rows: int, way: str, passes: int = 3) -> dict[str, Any]:
+    """Kernel times of eager passes from the profiler, by kernel; and how many kernels ran beside how many the plan has."""
     from torch.profiler import ProfilerActivity, profile
 
+    loop.issue()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(3):
+        for _ in range(passes):
             loop.issue()
             torch.cuda.synchronize()
-    names = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA and "kernel" in e.name]
+    events = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    ours = sorted((e for e in events if "kimi_k3_decode" in e.name), key=lambda e: e.time_range.start)
     table: dict[str, list[float]] = {}
-    for event in names:
+    for event in ours:
         table.setdefault(event.name[-90:], []).append(event.device_time)
-    per = len(loop.bound)
-    records.add({"profile": f"tp{tp}-r{rows}", "launches": per, "executed": len(names) / 3, "kernels": table})
-    last = sorted(names, key=lambda e: e.time_range.start)[-per:]
-    if loop.pdl:
-        for event in last[: per // 2 + 2]:
-            start = event.time_range.start - last[0].time_range.start
-            print(f"    {start:8.2f} .. {start + event.device_time:8.2f}  {event.name[23:80]}", flush=True)
-        return
-    for bound, event in list(zip(loop.bound, last, strict=False))[: per // 2]:
-        print(f"    {bound.launch.id:22s} {event.device_time:8.2f} us  {event.name[:70]}", flush=True)
+    return {
+        "case": f"k3-tp{tp}-r{rows}-{way}",
+        "what": "profiler, eager passes over two layers: microseconds of each kernel (with programmatic launches a time includes its wait)",
+        "planned_count": len(loop.bound) * passes,
+        "executed_count": len(ours),
+        "other_kernels_count": len(events) - len(ours),
+        "kernels": table,
+    }
+
+
+# ---- each launch alone ----
+def launches(records: Any, rows_list: tuple[int, ...] = (1, 8, 64), tps: tuple[int, ...] = (8, 16)) -> None:
+    """Every launch of a KDA + MoE layer alone, back to back over rotated weights: achieved bytes a second beside the copy rate."""
+    card = Card()
+    rate = copy_rate_bytes_per_s()
+    for tp in tps:
+        shard = Shard(config=K3, tp=tp)
+        for rows in rows_list:
+            for launch in layer_plan(K3, shard, LAYERS[-1], rows):
+                records.add(_one_launch(launch, shard, rows, card, rate))
+                torch.cuda.empty_cache()
+
+
+def _one_launch(launch: Launch, shard: Shard, rows: int, card: Card, rate: float) -> dict[str, Any]:
+    routed = launch.op in EXPERT_OPS
+    needed = traffic(launch.contract, shard, rows=rows).hbm_bytes
+    copies = max(2, min(64, int(-(-COLD_BYTES // max(1.0, needed)))))
+    made = [Maker(K3, launch.contract, 5 + i).all() for i in range(1 if routed else copies)]
+    if routed:  # the same weights throughout, but other experts of them each time
+        names = {o.name for o in launch.contract.of_role(Role.WEIGHT)}
+        for i in range(1, copies):
+            maker = Maker(K3, launch.contract, 5 + i)
+            own = {o.name: maker.operand(o) for o in launch.contract.operands if o.role is not Role.SCRATCH and o.name not in names}
+            made.append({**{name: made[0][name] for name in names}, **own})
+    runs = [Run(K3, launch.contract, tensors, pdl=True) for tensors in made]
+    found = measured({"kernel": capture(partial(_launch, runs))}, copies, card, replays=32)
+    distinct = sum(int((r.tensors["offsets_E"].diff() > 0).sum()) for r in runs) / copies if routed else None
+    moved = traffic(launch.contract, shard, rows=rows, distinct=distinct).hbm_bytes
+    median_us = found.times["kernel"].median_us
+    record: dict[str, Any] = {
+        "op": launch.op,
+        "case": f"k3-tp{shard.tp}-r{rows}-{launch.id.split('.')[-1]}",
+        "what": "one launch back to back over rotated copies of its operands (programmatic launches), microseconds a launch",
+        "kernel": runs[0].spec.id,
+        "replays_count": 32,
+        **times_of("launch", found.times["kernel"]),
+        "moved_bytes": moved,
+        "floor_us": round(1e6 * moved / rate, 3),
+        "achieved_per_s_bytes": moved / (median_us * 1e-6),
+        "copy_rate_bytes": rate,
+        "fraction_of_copy_rate": round(moved / (median_us * 1e-6) / rate, 4),
+        "conditions": found.conditions,
+        "throttled_attempts_discarded_count": found.discarded_count,
+    }
+    if found.throttled:
+        record["error"] = f"the card throttled in every attempt: {', '.join(found.throttled)}; no time is shown"
+    return record
+
+
+def _launch(runs: list[Run]) -> None:
+    for run in runs:
+        run.launch()

@@ -27,13 +27,28 @@ LAUNCHES = (
 class StockLayer:
     """Layer `layer` on rank 0 of `tp`, weights by the plan's buffer names (those of a LayerLoop, so both read the same bytes)."""
 
-    def __init__(self, config: ModelConfig, tp: int, layer: int, rows: int, weights: Tensors, state: Tensors) -> None:
-        self.config, self.shard, self.rows = config, Shard(config=config, tp=tp), rows
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: int,
+        layer: int,
+        rows: int,
+        weights: Tensors,
+        state: Tensors,
+        *,
+        q: int = 1,
+        keep: Tensors | None = None,
+    ) -> None:
+        """`keep` holds the stacked expert weights over several objects of one layer."""
+        self.config, self.shard, self.rows, self.q, self.layer = config, Shard(config=config, tp=tp), rows, q, layer
         tag = f"L{layer:02d}"
         self.w = {name.removeprefix(f"{tag}."): t for name, t in weights.items() if name.startswith(f"{tag}.")}
         # One product reads w1 and w3: the codes are stacked once, at load.
-        self.up_codes = torch.cat((self.w["experts_up.w1_EIJ"], self.w["experts_up.w3_EIJ"]), dim=1)
-        self.up_scales = torch.cat((self.w["experts_up.w1_scale_EIG"], self.w["experts_up.w3_scale_EIG"]), dim=1)
+        stacked = keep if keep is not None else {}
+        for name in ("EIJ", "scale_EIG"):
+            if f"{tag}.{name}" not in stacked:
+                stacked[f"{tag}.{name}"] = torch.cat((self.w[f"experts_up.w1_{name}"], self.w[f"experts_up.w3_{name}"]), dim=1)
+        self.up_codes, self.up_scales = stacked[f"{tag}.EIJ"], stacked[f"{tag}.scale_EIG"]
         self.state = state
         d, c, s, k = config.hidden_size, config, self.shard, config.n_experts_per_token
         self.blocks = torch.randn(max(1, c.n_blocks_before_attention(layer)), rows, d, device="cuda").to(torch.bfloat16)
@@ -51,20 +66,25 @@ class StockLayer:
         self.logits = torch.randn(rows, c.n_experts, device="cuda")
         self.delta = torch.randn(rows, d, device="cuda").to(torch.bfloat16)
         self.z = torch.randn(rows, c.moe_latent_size, device="cuda").to(torch.bfloat16)
-        self.starts = torch.arange(rows + 1, device="cuda", dtype=torch.int64)
+        self.starts = torch.arange(0, rows + 1, q, device="cuda", dtype=torch.int64)
 
     def attention(self, prefix: torch.Tensor) -> torch.Tensor:
         c, s, b, w = self.config, self.shard, self.b, self.w
         ops.residual(prefix, self.delta, self.blocks, w["attn_res.res_score_D"], w["attn_res.norm_D"], b["prefix"], b["x"], c.rms_norm_eps)
         proj = linear(b["x"], w["in_proj.weight_PD"])
-        ops.conv(proj, w["kda.conv_weight_CW"], self.state["conv"], self.state["slots"], b["conv"], b["beta"], c.kda_head_dim)
+        taps, window, slots = w["kda.conv_weight_CW"], self.state["conv"], self.state["slots"]
+        accepted = self.state["accepted"] if self.q > 1 else None
+        if accepted is None:
+            ops.conv(proj, taps, window, slots, b["conv"], b["beta"], c.kda_head_dim)
+        else:
+            ops.conv_verify(proj, taps, window, slots, accepted, b["conv"], b["beta"], c.kda_head_dim)
         width, heads, channels = s.kda_dim, s.kda_heads, c.kda_head_dim
         f = linear(proj[:, 4 * width : 4 * width + channels], w["kda.f_b_CK"])
         q, k, v = b["conv"].view(3, 1, self.rows, heads, channels)
         fused_recurrent_kda_fwd(
             q, k, v, f.view(1, self.rows, heads, channels), b["beta"].unsqueeze(0),
             A_log=w["kda.a_log_H"], dt_bias=w["kda.dt_bias_C"], initial_state=self.state["recurrent"], inplace_final_state=True,
-            state_v_first=True, cu_seqlens=self.starts, ssm_state_indices=self.state["slots"], use_qk_l2norm_in_kernel=True,
+            state_v_first=True, cu_seqlens=self.starts, ssm_state_indices=slots, num_accepted_tokens=accepted, use_qk_l2norm_in_kernel=True,
             use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, lower_bound=c.gate_lower_bound, out=b["o"],
         )  # fmt: skip
         ops.gated_norm(b["o"][0], proj, w["kda.o_norm_V"], b["a"], 3 * width, 1e-5)
@@ -90,15 +110,26 @@ class StockLayer:
         shared[:, : rows.shape[1]] += rows
         return shared
 
+    def experts_read(self) -> int:
+        """Distinct experts of the last pass."""
+        return int(self.b["ids"].unique().numel())
+
     def issue(self, prefix: Any = None) -> torch.Tensor:
         return self.moe(self.attention(self.delta if prefix is None else prefix))
 
 
-def state_for(config: ModelConfig, tp: int, rows: int) -> Tensors:
-    """Conv window, recurrent state and slots of `rows` requests on one rank."""
+def adopt_routing(stock: StockLayer, ids: torch.Tensor) -> None:
+    """Make the layer choose the experts `ids` [rows, k]: their logits are far above all others, whatever the bias."""
+    stock.logits.fill_(-20.0).scatter_(1, ids.long(), torch.rand(ids.shape, device=ids.device) + 8.0)
+
+
+def state_for(config: ModelConfig, tp: int, rows: int, q: int = 1) -> Tensors:
+    """Conv window, recurrent states (a slot a token), slots and accepted counts of `rows` / `q` requests on one rank."""
     s = Shard(config=config, tp=tp)
+    slots = torch.arange(1, rows + 1, device="cuda", dtype=torch.int32)
     return {
-        "conv": torch.randn(rows + 1, 3, 3 * s.kda_dim, device="cuda").to(torch.bfloat16),
+        "conv": torch.randn(rows + 1, q + 2, 3 * s.kda_dim, device="cuda").to(torch.bfloat16),
         "recurrent": torch.randn(rows + 1, s.kda_heads, config.kda_head_dim, config.kda_head_dim, device="cuda") * 0.3,
-        "slots": torch.arange(1, rows + 1, device="cuda", dtype=torch.int32),
+        "slots": slots if q == 1 else slots.view(-1, q),
+        "accepted": torch.randint(1, q + 1, (rows // q,), device="cuda", dtype=torch.int32),
     }

@@ -1,22 +1,46 @@
-"""Times of captured launches: cold weights rotated past L2, several subjects interleaved replay by replay, medians of event times."""
+"""Times of captured launches: cold weights rotated past L2, several subjects interleaved replay by replay, medians of event times.
+
+The order of the subjects is turned round every other time (ABBA), so that a drift hits all alike. While the replays run the card's clocks,
+power and temperature are sampled; a measurement during which it slowed itself down is discarded and taken again.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from perf.kernels.conditions import Card, Watch
+
+ATTEMPTS = 3  # how often a throttled measurement is taken again
+CHUNK = 8  # rounds queued between two looks at the card
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """Microseconds a launch: the median of the replays, the first and third quartile, and every sample."""
+    """Microseconds a launch: the median of the replays, the first and third quartile, and every sample in order of the rounds."""
 
     median_us: float
     low_us: float
     high_us: float
     samples_us: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Interleaved times by subject, the card's conditions, and how many throttled attempts were thrown away before."""
+
+    times: Mapping[str, Timed]
+    conditions: Mapping[str, Any]
+    discarded_count: int
+
+    @property
+    def throttled(self) -> tuple[str, ...]:
+        """Why even the last attempt may not be shown; empty when it may."""
+        return tuple(self.conditions["throttled"])
 
 
 def capture(work: Callable[[], object], warmups: int = 2) -> torch.cuda.CUDAGraph:
@@ -33,8 +57,10 @@ def capture(work: Callable[[], object], warmups: int = 2) -> torch.cuda.CUDAGrap
     return graph
 
 
-def interleaved(graphs: Mapping[str, torch.cuda.CUDAGraph], launches: int, replays: int = 60) -> dict[str, Timed]:
-    """Time each graph in turn, `replays` times round robin; `launches` is how many units of work a graph holds."""
+def interleaved(
+    graphs: Mapping[str, torch.cuda.CUDAGraph], launches: int, replays: int = 60, card: Card | None = None, watch: Watch | None = None
+) -> dict[str, Timed]:
+    """Time each graph in turn, `replays` rounds; `launches` is how many units of work a graph holds."""
     events = {
         name: [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)] for name in graphs
     }
@@ -42,11 +68,14 @@ def interleaved(graphs: Mapping[str, torch.cuda.CUDAGraph], launches: int, repla
         graph.replay()
     torch.cuda.synchronize()
     for i in range(replays):
-        for name, graph in graphs.items():
+        for name in graphs if i % 2 == 0 else reversed(graphs):
             begin, end = events[name][i]
             begin.record()
-            graph.replay()
+            graphs[name].replay()
             end.record()
+        if card is not None and watch is not None and i % CHUNK == CHUNK - 1:
+            card.sample(watch)
+            torch.cuda.synchronize()
     torch.cuda.synchronize()
     found = {}
     for name, pairs in events.items():
@@ -54,6 +83,17 @@ def interleaved(graphs: Mapping[str, torch.cuda.CUDAGraph], launches: int, repla
         low, median, high = statistics.quantiles(samples, n=4)
         found[name] = Timed(median_us=median, low_us=low, high_us=high, samples_us=samples)
     return found
+
+
+def measured(graphs: Mapping[str, torch.cuda.CUDAGraph], launches: int, card: Card, replays: int = 56) -> Measured:
+    """`interleaved`, with the card watched; taken again up to ATTEMPTS times while the card throttles."""
+    discarded = 0
+    while True:
+        with card.watching() as watch:
+            times = interleaved(graphs, launches, replays, card, watch)
+        if not watch.throttled or discarded == ATTEMPTS - 1:
+            return Measured(times=times, conditions=watch.summary(), discarded_count=discarded)
+        discarded += 1
 
 
 def copy_rate_bytes_per_s(size_bytes: int = 4 << 30) -> float:

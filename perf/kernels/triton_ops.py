@@ -118,6 +118,44 @@ def conv(proj: Any, taps: Any, window: Any, slots: Any, out: Any, beta: Any, hea
 
 
 @triton.jit
+def _conv_verify(
+    proj, taps, window, slots, accepted, out, beta, T, P, C: tl.constexpr, H: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, W,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same for the Q tokens of a verify step: the window is read behind the last accepted token, then holds two old and all new taps."""
+    C3: tl.constexpr = 3 * C
+    request, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = c < C3
+    base = window + tl.load(slots + request * Q).to(tl.int64) * W * C3 + c
+    old = base + (tl.load(accepted + request) - 1) * C3
+    a, b, d = tl.load(old, live, 0.0), tl.load(old + C3, live, 0.0), tl.load(old + 2 * C3, live, 0.0)
+    w0, w1 = tl.load(taps + c * 4, live, 0.0), tl.load(taps + c * 4 + 1, live, 0.0)
+    w2, w3 = tl.load(taps + c * 4 + 2, live, 0.0), tl.load(taps + c * 4 + 3, live, 0.0)
+    tl.debug_barrier()
+    tl.store(base, b, live)
+    tl.store(base + C3, d, live)
+    for t in tl.static_range(Q):
+        row = request * Q + t
+        x = tl.load(proj + row * P + c, live, 0.0)
+        y = a.to(tl.float32) * w0 + b.to(tl.float32) * w1 + d.to(tl.float32) * w2 + x.to(tl.float32) * w3
+        tl.store(base + (2 + t) * C3, x, live)
+        tl.store(out + (c // C * T + row) * C + c % C, (y / (1.0 + tl.exp(-y))).to(tl.bfloat16), live)
+        a, b, d = b, d, x
+        if tl.program_id(1) == 0:
+            h = tl.arange(0, 16)
+            tl.store(beta + row * H + h, tl.load(proj + row * P + 4 * C + K + h, h < H, 0.0), h < H)
+
+
+def conv_verify(proj: Any, taps: Any, window: Any, slots: Any, accepted: Any, out: Any, beta: Any, head_dim: int) -> None:
+    _, rows, channels = out.shape
+    requests, q = slots.shape
+    _conv_verify[(requests, triton.cdiv(3 * channels, 256))](
+        proj, taps, window, slots, accepted, out, beta, rows, proj.shape[1], channels, beta.shape[1], head_dim, q, window.shape[1], 256,
+        num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
 def _gated_norm(o, proj, norm, out, P, GATE: tl.constexpr, H: tl.constexpr, V: tl.constexpr, eps):
     row, head = tl.program_id(0), tl.program_id(1)
     v = tl.arange(0, V)

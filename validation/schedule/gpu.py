@@ -1,33 +1,59 @@
 """The kernels themselves on a GPU (claim C-KERNEL-1): nano-K3 decoded by the compiled kernels, beside contract execution and the oracle.
 
-Asked of each case: the same bits with programmatic launches on and off, with graphs and single launches, and again; an error against the
-FP64 oracle within the policy's multiple of contract execution's own, experts forced; and that the launches which ran are the plan's.
+model: the same bits with programmatic launches on and off, with graphs and single launches, and again; an error against the FP64 oracle
+within the policy's multiple of contract execution's own, experts forced; and that the launches which ran are the plan's.
+replays: thousands of graph replays with changing inputs and memory churn give the bits of the first pass, caches and states included.
+delays: kernels that sleep at every wait and publish, on one, two and four ranks, give the bits of kernels that do not.
 Without a GPU every case is refused with the reason.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from validation.core.types import Case, Check, Limit, Measurement, Target
+from validation.schedule.delays import SITES, delayed
+from validation.schedule.gpu_runs import STEPS, digest, filled_caches, launches_of_a_step, on_device, relative_rms, replayed, walk
 
 CLAIM = "C-KERNEL-1"
+REPLAYS = 10_000
+SEEDS = (1, 2)
 SHAPES = ((1, 1), (3, 1), (8, 1), (64, 1), (1, 8), (8, 8))  # (requests, tokens a request)
 RANKS = (1, 2)
-STEPS = 4
-CONTEXT_TOKENS = 96
 DEVICE = "cuda"
-WAYS: Mapping[str, Mapping[str, bool]] = {"pdl": {}, "no_pdl": {"pdl": False}, "single_launches": {"graphs": False}, "again": {}}
+WAYS: Mapping[str, Mapping[str, Any]] = {"pdl": {}, "no_pdl": {"pdl": False}, "single_launches": {"graphs": False}, "again": {}}
+
+
+Measured = tuple[tuple[Measurement, ...], Mapping[str, Any]]
+_WHY = "at most this multiple of contract execution's own error against the FP64 oracle, same caches, experts forced"
+LIMITS: Mapping[str, tuple[Limit, ...]] = {
+    "schedule.gpu.model": (
+        Limit(measurement="distinct_results", op="==", bound=1, unit="count", why="not one bit depends on how the step is launched"),
+        Limit(measurement="error_ratio", op="<=", bound=1.5, unit="1", why=_WHY),
+        Limit(measurement="launches_off_plan", op="==", bound=0, unit="count", why="what ran is the plan, launch for launch"),
+        Limit(measurement="steps", op=">=", bound=STEPS, unit="count", why="a comparison of nothing proves nothing"),
+    ),
+    "schedule.gpu.replays": (
+        Limit(measurement="differing", op="==", bound=0, unit="count", why="a replay gives the bits of the first pass"),
+        Limit(measurement="replays", op=">=", bound=REPLAYS, unit="count", why="rare races need many passes"),
+    ),
+    "schedule.gpu.delays": (
+        Limit(measurement="distinct_results", op="==", bound=1, unit="count", why="not one bit depends on which block or rank is late"),
+        Limit(measurement="sites_delayed", op=">=", bound=len(SITES), unit="count", why="every kind of wait and publish slept"),
+        Limit(measurement="delayed_runs", op=">=", bound=len(SEEDS), unit="count", why="a comparison of nothing proves nothing"),
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCheck:
-    """One batch shape on one number of virtual ranks, a few steps each."""
+    """One rule; `measured_by(case, weights)` decodes with the kernels."""
 
-    id: str = "schedule.gpu.model"
+    id: str
+    planned: tuple[Case, ...]
+    measured_by: Callable[[Case, Any], Measured]
     claim: str = CLAIM
     roles: tuple[str, ...] = ("stock",)
     must_kill: tuple[str, ...] = ()
@@ -35,28 +61,22 @@ class KernelCheck:
     time_limit_s: float = 900.0
 
     def cases(self) -> Iterable[Case]:
-        return [Case(subject="nano", params={"tp": tp, "requests": n, "q": q}) for tp in RANKS for n, q in SHAPES]
+        return self.planned
 
     def limits(self, case: Case) -> tuple[Limit, ...]:
-        why = "at most this multiple of contract execution's own error against the FP64 oracle, same caches, experts forced"
-        return (
-            Limit(measurement="distinct_results", op="==", bound=1, unit="count", why="not one bit depends on how the step is launched"),
-            Limit(measurement="error_ratio", op="<=", bound=1.5, unit="1", why=why),
-            Limit(measurement="launches_off_plan", op="==", bound=0, unit="count", why="what ran is the plan, launch for launch"),
-            Limit(measurement="steps", op=">=", bound=STEPS, unit="count", why="a comparison of nothing proves nothing"),
-        )
+        return LIMITS[self.id]
 
-    def measure(self, case: Case, targets: Mapping[str, Target]) -> tuple[tuple[Measurement, ...], Mapping[str, Any]]:
+    def measure(self, case: Case, targets: Mapping[str, Target]) -> Measured:
         import torch
 
         from validation.core.worker import Refused
 
         if not torch.cuda.is_available():
             raise Refused(("device: got no CUDA device, needs a Hopper or Blackwell GPU; use the embedded profile",))
-        return measure_kernels(case, targets["stock"].weights)  # type: ignore[attr-defined]
+        return self.measured_by(case, targets["stock"].weights)  # type: ignore[attr-defined]
 
 
-def measure_kernels(case: Case, weights: Any) -> tuple[tuple[Measurement, ...], Mapping[str, Any]]:
+def measure_kernels(case: Case, weights: Any) -> Measured:
     """Decode with the kernels in every way of `WAYS`, with contract execution, and in FP64."""
     import torch
 
@@ -87,92 +107,62 @@ def measure_kernels(case: Case, weights: Any) -> tuple[tuple[Measurement, ...], 
     ), {"digests": digests}
 
 
-def filled_caches(config: Any, requests: int, q: int, seed: int) -> Any:
-    """Caches of `requests` requests of different lengths with random contents."""
+def measure_replays(case: Case, weights: Any) -> Measured:
+    """Replay one shape's graphs again and again; see `replayed`."""
+    from kimi_k3_decode.gpu_step import GpuPath
+
+    tp, requests, q = (int(case.params[key]) for key in ("tp", "requests", "q"))
+    start = on_device(filled_caches(weights.config, requests, q, case.seed), DEVICE)
+    differing, made = replayed(GpuPath(weights, tp, probes=False), start, int(case.params["replays"]), case.seed, q)
+    return (
+        Measurement(name="differing", value=differing, unit="count"),
+        Measurement(name="replays", value=made, unit="count"),
+    ), {}
+
+
+def model_of(tp: int, weights: Any) -> Any:
+    """The checkpoint, or for ranks that nano cannot be split over a seeded random model that can."""
     import torch
 
-    from kimi_k3_decode.cache import Caches, KdaLayerCache
+    from kimi_k3_decode.random_init import draw_weights
+    from validation.schedule.execution import FOUR_RANKS
 
-    caches = Caches.allocate(config, requests, CONTEXT_TOKENS + STEPS * q, q_max=q)
-    random = torch.Generator().manual_seed(seed + 1)
-    for number in range(requests):
-        request, length = caches.acquire(), 1 + 13 * number % (CONTEXT_TOKENS - 1)
-        caches.reserve(request, length)
-        caches.lengths_R[request] = length
-    for cache in caches.layers:
-        parts = (cache.conv_SWC, cache.state_SHVK) if isinstance(cache, KdaLayerCache) else (cache.pages_PTC,)
-        for part in parts:
-            part.copy_(0.2 * torch.randn(part.shape, generator=random))
-    return caches
+    return weights if tp <= max(RANKS) else draw_weights(FOUR_RANKS, tp).to(torch.bfloat16)
 
 
-def on_device(caches: Any, device: str) -> Any:
-    """A copy of `caches` on another device."""
-    from kimi_k3_decode.cache import KdaLayerCache, MlaLayerCache
+def measure_delays(case: Case, weights: Any) -> Measured:
+    """Decode with kernels as they are, and with sleeping kernels of each seed, programmatic launches on."""
+    from kimi_k3_decode.gpu_step import GpuPath
 
-    layers: list[Any] = []
-    for cache in caches.layers:
-        if isinstance(cache, KdaLayerCache):
-            layers.append(KdaLayerCache(cache.conv_SWC.to(device, copy=True), cache.state_SHVK.to(device, copy=True)))
-        else:
-            layers.append(MlaLayerCache(cache.pages_PTC.to(device, copy=True), cache.scale))
-    return replace(caches.fork(), layers=layers)
+    tp, requests, q = (int(case.params[key]) for key in ("tp", "requests", "q"))
+    model = model_of(tp, weights)
+    start = filled_caches(model.config, requests, q, case.seed)
 
+    def decoded() -> str:
+        caches = on_device(start, DEVICE)
+        return digest(walk(GpuPath(model, tp), caches, q, case.seed), caches)
 
-def walk(path: Any, caches: Any, q: int, seed: int, routing: list[dict[int, Any]] | None = None) -> list[Any]:
-    """STEPS steps of seeded tokens; accepted counts cycle through 1..q, so every slot is read from."""
-    import torch
-
-    random = torch.Generator().manual_seed(seed + 2)
-    requests, outputs = list(range(caches.n_requests)), []
-    for step in range(STEPS):
-        tokens = torch.randint(4, caches.config.vocab_size, (len(requests), q), generator=random)
-        batch = caches.batch(tokens, requests)
-        outputs.append(path.step(batch, caches, routing=routing[step] if routing else None))
-        caches.advance(requests, [1 + (step + request) % q for request in requests])
-    return outputs
-
-
-def launches_of_a_step(path: Any, caches: Any, q: int) -> tuple[int, int]:
-    """(launches the plan has over all ranks, kernels of this project that the profiler saw in one step)."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    from kimi_k3_decode.launches import launch_graph
-    from kimi_k3_decode.plan import padded_requests
-
-    requests = list(range(caches.n_requests))
-    tokens = torch.full((len(requests), q), 5)
-    path.step(caches.batch(tokens, requests), caches)  # loads and binds
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        path.step(caches.batch(tokens, requests), caches)
-        torch.cuda.synchronize()
-    ran = sum(event.count for event in seen.key_averages() if "kimi_k3_decode" in event.key)
-    rows = padded_requests(len(requests), q) * q
-    planned = sum(len(launch_graph(path.config, rank.shard, rows, q, top_k=path.top_k)) for rank in path._ranks)
-    return planned, ran
-
-
-def digest(outputs: list[Any], caches: Any) -> str:
-    """SHA-256 over the logits of all steps and over every cache but the null page."""
-    import torch
-
-    from kimi_k3_decode.cache import KdaLayerCache
-
-    tensors = [output.logits_BQV for output in outputs]
-    for cache in caches.layers:
-        tensors += [cache.conv_SWC[1:], cache.state_SHVK[1:]] if isinstance(cache, KdaLayerCache) else [cache.pages_PTC[1:]]
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
-    return found.hexdigest()
-
-
-def relative_rms(found: list[Any], wanted: list[Any]) -> float:
-    """||found - wanted|| / ||wanted|| over all steps; NaN stays NaN."""
-    difference = sum(float((a.double().cpu() - b.double().cpu()).square().sum()) for a, b in zip(found, wanted, strict=True))
-    return (difference / sum(float(b.double().square().sum()) for b in wanted)) ** 0.5
+    digests, sites = {"undelayed": decoded()}, 0
+    for seed in SEEDS:
+        with delayed(seed) as counts:
+            digests[f"seed {seed}"] = decoded()
+        sites = sum(count > 0 for count in counts.values())
+    return (
+        Measurement(name="distinct_results", value=len(set(digests.values())), unit="count"),
+        Measurement(name="sites_delayed", value=sites, unit="count"),
+        Measurement(name="delayed_runs", value=len(SEEDS), unit="count"),
+    ), {"digests": digests}
 
 
 def gpu_checks() -> list[Check]:
-    return [KernelCheck()]
+    def nano(tp: int, requests: int, q: int, **more: int) -> Case:
+        return Case(subject="nano" if tp <= max(RANKS) else "four_ranks", params={"tp": tp, "requests": requests, "q": q, **more})
+
+    model = tuple(nano(tp, n, q) for tp in RANKS for n, q in SHAPES)
+    replays = tuple(nano(tp, 8, 1, replays=REPLAYS) for tp in RANKS)
+    delays = tuple(nano(*shape) for shape in ((1, 3, 1), (2, 3, 1), (2, 2, 8), (4, 3, 1), (4, 2, 8)))
+    return [
+        KernelCheck(id="schedule.gpu.model", planned=model, measured_by=measure_kernels),
+        KernelCheck(id="schedule.gpu.replays", planned=replays, measured_by=measure_replays),
+        KernelCheck(id="schedule.gpu.delays", planned=delays, measured_by=measure_delays),
+    ]
