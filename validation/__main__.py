@@ -40,6 +40,7 @@ LANE_COMMANDS = {
     "pr-body": ("reports.pr_body", "Write a pull-request body from a run (seconds)."),
     "policy": ("validation.policy_check", "Check that every rule and claim has its check and test (seconds)."),
     "serve": ("evals.serving.server.cli", "Serve a checkpoint behind OpenAI-compatible routes (starts in seconds, no GPU)."),
+    "init": ("evals.serving.template", "Write a commented validate.toml for two servers (seconds)."),
     "gate": ("validation.gate.cli", "What CI blocks on, in one command."),
 }
 
@@ -113,7 +114,7 @@ def list_(config: Config = None, runs_dir: RunsDir = None) -> None:
     out = Console(stderr=True)
     checks = Table("lane", "check", "claim", "cases", title="Checks")
     modules = {**registry.LANE_MODULES, **settings.lane_modules}
-    for lane, module in modules.items():
+    for lane, module in dict.fromkeys([*modules.items(), *registry.every_lane_module()]):
         if not registry.lane_exists(module):
             checks.add_row(lane, "(not installed)", "", "")
             continue

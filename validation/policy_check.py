@@ -6,7 +6,7 @@ A check is one that a lane registers, or a condition of the gate (`gate.freshnes
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -37,11 +37,11 @@ class Problem:
     message: str
 
 
-def known_checks(modules: Mapping[str, str] = registry.LANE_MODULES) -> tuple[set[str], list[str]]:
-    """Ids of every check of the installed lanes and conditions of the gate; and the lanes that are not installed."""
+def known_checks(modules: Sequence[tuple[str, str]] | None = None) -> tuple[set[str], list[str]]:
+    """Ids of every check of the installed lanes, in every profile, and conditions of the gate; and the lanes that are not installed."""
     found = {f"gate.{name}" for name in CONDITIONS}
     absent = []
-    for lane, module in modules.items():
+    for lane, module in registry.every_lane_module() if modules is None else modules:
         if registry.lane_exists(module):
             found |= {check.id for check in registry.load_checks(lane, module)}
         else:

@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from evals.serving.lines import KeyLines
+from validation.core import jsonio
+from validation.core.settings import unknown_keys
+from validation.core.toml_lines import KeyLines
 from validation.core.types import HarnessError
 
 SIDES = ("stock", "candidate")  # the roles; the tables of the file are [baseline] and [candidate]
@@ -33,6 +35,7 @@ NANO_SUITES = ("gsm8k_nano", "gpqa_diamond_nano", "aime25_nano", "mrcr_nano")
 IDENTITY_FIELDS = ("model", "revision", "dtype", "tensor_parallel", "max_model_len", "chat_template", "version", "quantization")
 SPECULATION_HINTS = ("--speculative-config", "--speculative_config", "--spec-")
 MAX_FILE_BYTES = 1 << 20
+DEFAULT_CANDIDATE = "specialized"
 
 
 def _needs(*, least: float | None = None, most: float | None = None, choices: tuple[Any, ...] = ()) -> dict[str, Any]:
@@ -43,8 +46,8 @@ def _needs(*, least: float | None = None, most: float | None = None, choices: tu
 class Side:
     """One deployment. Either `base_url` (running servers, one or several replicas) or `command` (we start, watch and stop it).
 
-    In `command` and `env`, `{port}` becomes the port and `{python}` this interpreter. Times in seconds, `context` in tokens (0: what the
-    server says).
+    In `command` and `env`, `{port}` becomes the port, `{python}` this interpreter and `{candidate}` the name given on the command line (or
+    "specialized"). Times in seconds, `context` in tokens (0: what the server says).
     """
 
     model: str
@@ -184,6 +187,28 @@ def read_config(path: Path) -> ServingConfig:
     return parse_config(document, KeyLines(text), path.name)
 
 
+def resolved(path: Path, candidate: str | None) -> dict[str, Any]:
+    """The tables of a file as plain JSON for the run's settings. A candidate named on the command line fills `{candidate}` in the commands.
+
+    Raises HarnessError with every problem, and when a candidate is named that the file has no place for.
+    """
+    config = read_config(path)
+    sides = [config.baseline, config.candidate]
+    named = [any("{candidate}" in word for word in (*side.command, *side.env.values())) for side in sides]
+    if candidate is not None and not any(named):
+        remedy = "leave it out: [candidate] names the server"
+        raise HarnessError(f"candidate: got {candidate!r}, needs {{candidate}} in a command of {path.name}; {remedy}")
+    made = [_with_candidate(side, candidate or DEFAULT_CANDIDATE) for side in sides]
+    plain: dict[str, Any] = jsonio.plain(dataclasses.replace(config, baseline=made[0], candidate=made[1]))
+    return plain
+
+
+def _with_candidate(side: Side, name: str) -> Side:
+    command = tuple(word.replace("{candidate}", name) for word in side.command)
+    env = {key: value.replace("{candidate}", name) for key, value in side.env.items()}
+    return dataclasses.replace(side, command=command, env=env)
+
+
 def _read(path: Path) -> str:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
@@ -200,6 +225,7 @@ def parse_config(document: Mapping[str, Any], lines: KeyLines, name: str) -> Ser
     def complain(where: tuple[str, ...], message: str) -> None:
         problems.append((lines.of(*where), f"{_shown(where)}: {message}"))
 
+    problems += unknown_keys(document, lines)
     tables = {}
     for table, kind in TABLES.items():
         value = document.get(table)

@@ -8,8 +8,8 @@ import tomllib
 import pytest
 
 from evals.serving.config import NANO_SUITES, ServingConfig, read_config
-from evals.serving.lines import KeyLines
 from validation.core import jsonio
+from validation.core.toml_lines import KeyLines
 from validation.core.types import HarnessError
 
 GOOD = """\

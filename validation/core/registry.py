@@ -5,6 +5,7 @@ process imports it to list cases, and only a worker measures. Besides the fields
 
     profiles: tuple[str, ...]   profiles it applies to (default: all)
     time_limit_s: float         per case (default: the run's `case_time_limit_s`)
+    cases_of(settings)          the cases of a run whose settings decide them (default: `cases()`)
 
 `measure` gets the targets for `roles`; it returns `(measurements, details)`. It may leave files below `$FASTTRACK_SCRATCH/artifacts`; the
 parent copies them into the run and notes their digests. `$FASTTRACK_SCRATCH` itself survives an interrupted run and is removed when the
@@ -17,6 +18,7 @@ import importlib
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from validation.core.types import Case, Check, HarnessError, Limit
 
@@ -32,6 +34,17 @@ LANE_MODULES: Mapping[str, str] = {
 # `make validate` runs these, the longest first, so that two workers end at about the same time; the others have their own command.
 DEFAULT_LANES = ("evals", "numerics", "ordering", "scope", "schedule")
 PROFILES = ("embedded", "gpu", "serving")
+# Behind two servers a lane asks the same question over HTTP, with checks of its own: there is no oracle and no layer to look at.
+PROFILE_MODULES: Mapping[str, Mapping[str, str]] = {
+    "serving": {
+        "evals": "evals.serving.checks",
+        "numerics": "evals.serving.numerics_checks",
+        "perf": "evals.serving.perf_checks",
+    },
+}
+PROFILE_LANES: Mapping[str, tuple[str, ...]] = {"serving": ("evals", "numerics", "perf", "scope")}
+# What a profile holds while its lanes measure: a module with `session(settings, scratch, say)`, a context manager.
+PROFILE_SESSIONS: Mapping[str, str] = {"serving": "evals.serving.broker"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +59,16 @@ class PlannedCase:
     case: Case
     limits: tuple[Limit, ...]
     time_limit_s: float
+
+
+def modules_of(profile: str) -> dict[str, str]:
+    """lane -> module, as a profile measures it."""
+    return {**LANE_MODULES, **PROFILE_MODULES.get(profile, {})}
+
+
+def every_lane_module() -> list[tuple[str, str]]:
+    """Every lane with each of its modules, over all profiles."""
+    return [*LANE_MODULES.items(), *(pair for modules in PROFILE_MODULES.values() for pair in modules.items())]
 
 
 def lane_exists(module: str) -> bool:
@@ -79,14 +102,15 @@ def find_check(lane: str, module: str, identity: str) -> Check:
     return checks[identity]
 
 
-def plan_lane(lane: str, module: str, profile: str, default_time_limit_s: float) -> list[PlannedCase]:
-    """Every case of a lane for a profile, in the order the lane gives. Raises HarnessError."""
+def plan_lane(lane: str, module: str, profile: str, default_time_limit_s: float, settings: Any = None) -> list[PlannedCase]:
+    """Every case of a lane for a profile, in the order the lane gives. `settings` are for `cases_of`. Raises HarnessError."""
     planned = []
     for check in load_checks(lane, module):
         if profile not in getattr(check, "profiles", PROFILES):
             continue
         try:
-            cases = [(case, tuple(check.limits(case))) for case in check.cases()]
+            listed = check.cases_of(settings) if settings is not None and hasattr(check, "cases_of") else check.cases()
+            cases = [(case, tuple(check.limits(case))) for case in listed]
         except Exception as error:
             raise HarnessError(
                 f"check {check.id}: got {type(error).__name__}: {error} while listing cases, needs a working check"

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from validation.core import environment, jsonio
 from validation.core.registry import PlannedCase
@@ -14,7 +15,7 @@ from validation.core.runner import WorkerDied, WorkerProcess, evidence_from_answ
 from validation.core.settings import GIB, PROJECT_ROOT, Settings
 from validation.core.store import PLAN_FILE, find_record, read_json, read_run
 from validation.core.types import Evidence, HarnessError
-from validation.core.validate import Plan, Say
+from validation.core.validate import Plan, Say, profile_session
 
 TIME_UNITS = frozenset({"us", "ms", "s", "tok/s", "tokens/s", "GB/s", "TFLOP/s"})
 EXACT_RELATIVE = 1e-6  # round-off between library builds; everything else is seeded
@@ -45,7 +46,7 @@ def repro(identity: str, roots: Sequence[Path], say: Say) -> tuple[Evidence, Evi
         raise HarnessError(f"evidence: got {identity}, whose case is not in its run's plan, needs an intact run; try `verify`")
     settings = jsonio.decode(Settings, run.config["settings"], "settings")
     say(f"{identity}: {record.check} {record.case.id}, candidate {settings.candidate}, run {run.id}")
-    repeated = _measure_once(settings, item)
+    repeated = _measure_once(settings, item, say)
     notes = []
     if run.config.get("code_sha256") != environment.code_digest():
         notes.append(f"the code differs from the run's (commit {run.commit[:12]}{', dirty' if run.dirty else ''})")
@@ -54,22 +55,28 @@ def repro(identity: str, roots: Sequence[Path], say: Say) -> tuple[Evidence, Evi
     return record, repeated, compare(record, repeated), notes
 
 
-def _measure_once(settings: Settings, item: PlannedCase) -> Evidence:
+def _measure_once(settings: Settings, item: PlannedCase, say: Say) -> Evidence:
     name = hashlib.sha256(f"{item.check}/{item.case.id}".encode()).hexdigest()[:12]
     scratch = PROJECT_ROOT / ".cache" / "work" / f"repro-{name}"
     shutil.rmtree(scratch, ignore_errors=True)
-    worker = WorkerProcess(settings, scratch, int(settings.memory_gib * GIB))
     try:
-        request = {"op": "measure", "lane": item.lane, "module": item.module, "check": item.check, "case": item.case}
-        answer = worker.ask(request, item.time_limit_s)
-    except WorkerDied as death:
-        answer = {"outcome": "error", "reasons": [death.reason]}
+        with profile_session(settings, scratch, say):
+            answer = _ask_once(WorkerProcess(settings, scratch, int(settings.memory_gib * GIB)), item)
     finally:
-        worker.stop()
         shutil.rmtree(scratch, ignore_errors=True)
     if "harness_error" in answer:
         raise HarnessError(str(answer["harness_error"]))
     return evidence_from_answer(item, answer)
+
+
+def _ask_once(worker: WorkerProcess, item: PlannedCase) -> dict[str, Any]:
+    try:
+        request = {"op": "measure", "lane": item.lane, "module": item.module, "check": item.check, "case": item.case}
+        return worker.ask(request, item.time_limit_s)
+    except WorkerDied as death:
+        return {"outcome": "error", "reasons": [death.reason]}
+    finally:
+        worker.stop()
 
 
 def compare(record: Evidence, repeated: Evidence) -> list[Comparison]:

@@ -40,6 +40,13 @@ def physical_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def _keys(settings: Settings) -> dict[str, str]:
+    """The variables that hold the keys of servers, named in the settings: nothing else of the environment is passed on."""
+    sides = [settings.serving.get(side, {}) for side in ("baseline", "candidate")]
+    names = [str(side["api_key_env"]) for side in sides if side.get("api_key_env")]
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
 class WorkerDied(Exception):
     """The worker gave no answer; `reason` says why in words."""
 
@@ -73,7 +80,7 @@ class WorkerProcess:
                 stdout=log,
                 stderr=log,
                 cwd=scratch,
-                env=sandbox.worker_environment(scratch, python_path, os.environ),
+                env={**sandbox.worker_environment(scratch, python_path, os.environ), **_keys(settings)},
                 pass_fds=(write_fd,),
                 start_new_session=True,
             )
@@ -181,8 +188,8 @@ class Runner:
         lanes: dict[str, list[PlannedCase]] = {}
         for item in planned:
             lanes.setdefault(item.lane, []).append(item)
-        # On a GPU one lane at a time: a neighbour would show in every timing.
-        jobs = 1 if self._settings.profile == "gpu" else max(1, min(self._settings.jobs, len(lanes)))
+        # On a GPU or a server one lane at a time: a neighbour would show in every timing, and ask for the other side's server.
+        jobs = 1 if self._settings.profile in ("gpu", "serving") else max(1, min(self._settings.jobs, len(lanes)))
         # The kernel's limit counts what is reserved, touched or not, so each worker gets all of it; what is used together is less.
         memory_bytes = int(self._settings.memory_gib * GIB)
         with ThreadPoolExecutor(max_workers=jobs) as pool:

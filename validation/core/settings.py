@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from validation.core import jsonio, registry
+from validation.core.toml_lines import KeyLines
 from validation.core.types import HarnessError
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
+SERVING_TABLES = ("servers", "baseline", "candidate", "evals", "numerics", "perf", "gate")
+SERVING_CONFIG = "evals.serving.config"  # has `resolved(path, candidate)`; found by name, as lanes are
 NO_POLICY = "none"  # as `policy`: only the limits that the checks carry
 # (setting, least, most): NaN and infinity are neither.
 LIMITS = (("jobs", 1, 64), ("memory_gib", 0.5, 1 << 20), ("case_time_limit_s", 1, 7 * 86400), ("seed", 0, (1 << 31) - 1))
@@ -35,6 +39,7 @@ class Settings:
     policy: str = "rfc/policy.toml"  # or "none"
     claims: str = "validation.claims:CLAIMS"
     lane_modules: Mapping[str, str] = field(default_factory=dict)  # replaces or adds lanes by dotted name
+    serving: Mapping[str, Any] = field(default_factory=dict)  # the tables of the serving profile, resolved
 
     def path(self, text: str) -> Path:
         """Resolve a path setting."""
@@ -43,7 +48,7 @@ class Settings:
 
     def module_of(self, lane: str) -> str:
         """The dotted name of a lane's module. Raises HarnessError for a lane nobody defined."""
-        modules = {**registry.LANE_MODULES, **self.lane_modules}
+        modules = {**registry.modules_of(self.profile), **self.lane_modules}
         if lane not in modules:
             raise HarnessError(f"lanes: got {lane!r}, needs some of {sorted(modules)}")
         return modules[lane]
@@ -62,25 +67,49 @@ class Settings:
             reasons.append(f"lane_modules: got {', '.join(absent)}, needs modules that can be imported")
         if self.policy != NO_POLICY and not self.path(self.policy).is_file():
             reasons.append(f"policy: got {self.policy!r}, needs a file, or {NO_POLICY!r} for the limits of the checks alone")
+        if self.profile == "serving" and not self.serving:
+            reasons.append("serving: got no [baseline] and [candidate], needs --config FILE with both; `fasttrack init` writes one")
         for name, least, most in LIMITS:
             if not least <= getattr(self, name) <= most:
                 reasons.append(f"{name}: got {getattr(self, name)}, needs {least} to {most:g}")
         return tuple(reasons)
 
 
+def _split(table: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The suite's own settings, and the tables of the serving profile: `candidate` is a name in one and a table in the other."""
+    tables = {key: value for key, value in table.items() if key in SERVING_TABLES and isinstance(value, Mapping)}
+    return {key: value for key, value in table.items() if key not in tables}, tables
+
+
+def _read_table(path: Path) -> tuple[dict[str, Any], KeyLines]:
+    try:
+        text = path.read_text()
+        return tomllib.loads(text), KeyLines(text)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise HarnessError(f"settings: got {error}, needs a readable TOML file at {path}") from error
+
+
+def unknown_keys(table: Mapping[str, Any], lines: KeyLines) -> list[tuple[int, str]]:
+    """(line, words) of every key at the top that is neither a setting nor a table of the serving profile."""
+    known = {f.name for f in dataclasses.fields(Settings)} - {"serving"}
+    own, _ = _split(table)
+    return [(lines.of(key), f"got the unknown key {key!r}, needs one of {sorted(known)}") for key in own if key not in known]
+
+
 def load_settings(path: Path | None, overrides: Mapping[str, Any]) -> Settings:
     """Read a TOML file (none: the defaults), apply overrides that are not None. Raises HarnessError with every reason."""
-    table: dict[str, Any] = {}
-    if path is not None:
-        try:
-            table = tomllib.loads(path.read_text())
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise HarnessError(f"settings: got {error}, needs a readable TOML file at {path}") from error
-    known = {f.name for f in dataclasses.fields(Settings)}
-    unknown = sorted(set(table) - known)
+    document, lines = _read_table(path) if path is not None else ({}, KeyLines(""))
+    table, tables = _split(document)
+    given = {key: value for key, value in overrides.items() if value is not None}
+    serving = {}
+    if {**table, **given}.get("profile") == "serving" and tables and path is not None:
+        serving = {"serving": importlib.import_module(SERVING_CONFIG).resolved(path, given.get("candidate"))}
+    unknown = unknown_keys(document, lines)
     if unknown:
-        raise HarnessError(f"settings: got the unknown keys {unknown} in {path}, needs some of {sorted(known)}")
-    table |= {key: value for key, value in overrides.items() if value is not None}
+        raise HarnessError("settings: " + "; ".join(f"{path}:{line}: {words}" for line, words in unknown))
+    table |= given
+    if table.get("profile") == "serving":
+        table = {"lanes": list(registry.PROFILE_LANES["serving"]), **table, **serving}
     settings = jsonio.decode(Settings, jsonio.plain(table), "settings")
     reasons = settings.unsupported()
     if reasons:

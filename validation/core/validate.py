@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def make_plan(settings: Settings) -> Plan:
     for lane in settings.lanes:
         module = settings.module_of(lane)
         if registry.lane_exists(module):
-            cases += registry.plan_lane(lane, module, settings.profile, settings.case_time_limit_s)
+            cases += registry.plan_lane(lane, module, settings.profile, settings.case_time_limit_s, settings)
         else:
             absent.append(lane)
     if not cases:
@@ -137,13 +138,22 @@ def _measure(settings: Settings, run: Run, plan: Plan, run_dir: Path | None, scr
         say(f"continuing {run_dir.name}: {store.n_records} of {len(plan.cases)} cases are there")
     scratch = scratch_root / store.run.id
     try:
-        with progress.choose(quiet=quiet) as shown:
+        with profile_session(settings, scratch, say), progress.choose(quiet=quiet) as shown:
             Runner(settings, store, scratch, shown).run(plan.cases)
         store.close(environment.utc_now())
     finally:
         store.release()
     shutil.rmtree(scratch, ignore_errors=True)
     return store.run_dir
+
+
+def profile_session(settings: Settings, scratch: Path, say: Say) -> AbstractContextManager[None]:
+    """What the profile holds while its cases are measured, such as servers."""
+    module = registry.PROFILE_SESSIONS.get(settings.profile)
+    if module is None:
+        return nullcontext()
+    held: AbstractContextManager[None] = importlib.import_module(module).session(settings, scratch, say)
+    return held
 
 
 def _digests(settings: Settings) -> dict[str, dict[str, str]]:

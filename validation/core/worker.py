@@ -24,7 +24,7 @@ from validation.core.settings import Settings
 from validation.core.types import Case, Check, HarnessError, Measurement, Outcome, Target
 
 FILE_LIMIT_BYTES = 4 << 30
-TARGET_PROVIDERS = {"embedded": "validation.targets.engine", "gpu": "validation.targets.engine", "serving": "validation.targets.engine"}
+TARGET_PROVIDERS = {"embedded": "validation.targets.engine", "gpu": "validation.targets.engine", "serving": "evals.serving.targets"}
 
 
 class Targets(Protocol):
