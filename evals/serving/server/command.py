@@ -55,11 +55,12 @@ def serve(
         max_logprobs=max_logprobs,
         served_model_name=served_model_name,
     )
-    run(ServedModel(options), _listen(host, port), log_level)
+    bound = _listen(host, port)  # before the model is loaded, so that a taken port is known at once
+    run(ServedModel(options), bound, log_level)
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Bound before the model is loaded, so that a taken port is one sentence."""
+    """A socket bound to the address. Raises HarnessError when it is taken or wrong."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
