@@ -39,6 +39,7 @@ class PairedAnswers:
     missing_stock: int
     missing_candidate: int
     swapped: int  # replies that were exchanged between two items of the candidate
+    not_asked: int = 0  # pairs of which a side was never reached, through no fault of its own: left out, and counted against `paired`
 
     @property
     def paired_share(self) -> float:
@@ -83,8 +84,11 @@ def pair_answers(suite: str, stock: pd.DataFrame, candidate: pd.DataFrame) -> Pa
     has_candidate = merged["score_candidate"].notna()
     both_asked = merged["prompt_hash_stock"].notna() & merged["prompt_hash_candidate"].notna()
     differ = both_asked & (merged["prompt_hash_stock"] != merged["prompt_hash_candidate"])
+    not_asked = _flag(merged, "not_asked_stock") | _flag(merged, "not_asked_candidate")
     merged["outcome"] = np.select(
-        [differ, ~has_stock, ~has_candidate], ["prompts_differ", "missing_stock", "missing_candidate"], default="paired"
+        [differ, not_asked, ~has_stock, ~has_candidate],
+        ["prompts_differ", "not_asked", "missing_stock", "missing_candidate"],
+        default="paired",
     )
     comparable = merged[merged["outcome"].isin(["paired", "missing_candidate"])].copy()
     comparable["score_candidate"] = comparable["score_candidate"].fillna(0.0)
@@ -104,7 +108,13 @@ def pair_answers(suite: str, stock: pd.DataFrame, candidate: pd.DataFrame) -> Pa
         missing_stock=int(counts.get("missing_stock", 0)),
         missing_candidate=int(counts.get("missing_candidate", 0)),
         swapped=count_swapped(merged[merged["outcome"] == "paired"]),
+        not_asked=int(counts.get("not_asked", 0)),
     )
+
+
+def _flag(rows: pd.DataFrame, column: str) -> pd.Series:
+    """An optional column of true and false; absent values are false."""
+    return rows[column].eq(True) if column in rows.columns else pd.Series(False, index=rows.index)
 
 
 def _pivot(rows: pd.DataFrame, column: str) -> pd.DataFrame:

@@ -1,8 +1,8 @@
 """Keeps the requested number of requests in flight until the last one is handed out, and measures whether it did.
 
-Requests come in windows from a generator that builds prompts (in a thread, a little ahead); answers go to `take` one by one. Nothing is kept:
-memory holds the requests in flight and the look-ahead, whatever the size of the suite. Very long prompts are bounded by `max_characters`
-too, and then fewer than `concurrency` are in flight, which the measured share shows.
+Requests come in windows from a generator that builds prompts (in a thread, a little ahead); answers go to `take` one by one. Memory holds
+the requests in flight and the look-ahead, whatever the size of the suite. Very long prompts are bounded by `max_characters` too, and then
+fewer than `concurrency` are in flight, which the measured share shows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_CHARACTERS = 192 << 20  # of prompts in flight, and again of prompts built a
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """What one pass did. Shares are over the time from the first request to the hand-out of the last one (NaN: fewer requests than slots)."""
+    """What one pass did. Shares are over the time from the first hand-out to the last one (NaN: fewer requests than slots)."""
 
     concurrency: int
     answered: int

@@ -91,7 +91,7 @@ class ItemStore:
             return None
         obj = decode_line(os.pread(self._fd, place.size, place.offset))
         if obj is None:
-            raise HarnessError(f"eval items: got an altered line at byte {place.offset} of {self.path}, needs it as written; restore it")
+            raise self._altered(place.offset)
         return reply_from_json(obj)
 
     def scores(self, key: ReplyKey) -> Mapping[str, float | None]:
@@ -107,6 +107,9 @@ class ItemStore:
                     f"eval items: got an altered line at byte {place.offset} of {self.path}, needs it as written; restore it"
                 )
             yield reply_from_json(obj)
+
+    def _altered(self, offset: int) -> HarnessError:
+        return HarnessError(f"eval items: got an altered line at byte {offset} of {self.path}, needs it as written; restore the file")
 
     # ---- writing ----
     def add(self, replies: Sequence[Reply]) -> None:
@@ -165,9 +168,7 @@ class ItemStore:
                 obj = decode_line(line)
                 if obj is None:
                     if file.read(1):
-                        raise HarnessError(
-                            f"eval items: got an altered line at byte {offset} of {self.path}, needs it as written; restore it"
-                        )
+                        raise self._altered(offset)
                     self.repaired_bytes = len(line)
                     os.ftruncate(self._fd, offset)
                     break
@@ -185,7 +186,7 @@ class ItemStore:
         except (KeyError, TypeError) as error:
             raise HarnessError(f"eval items: got byte {offset} of {self.path} in another form ({error}); move the file away") from error
         if self.answered(key):
-            raise HarnessError(f"eval items: got {key} again at byte {offset} of {self.path}, needs each answer once; restore it")
+            raise HarnessError(f"eval items: got {key} again in {self.path}, needs each answer once; restore the file")
         self._note(key, offset, size, answered)
 
 

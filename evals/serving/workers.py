@@ -23,7 +23,7 @@ LOCAL = "local"
 
 @contextlib.asynccontextmanager
 async def open_askers(replicas: Sequence[Opens], concurrency: int, workers: int = 1, ray: str = "") -> AsyncIterator[list[Asker]]:
-    """Askers for every replica, in this process (one worker), in processes of this machine, or through Ray at an address ("local": here)."""
+    """Askers for each replica, in this process (one worker), in processes of this machine, or through Ray at an address ("local": here)."""
     if ray:
         carriers: list[Any] = ray_workers(replicas, concurrency, workers, ray)
     elif workers > 1:
@@ -166,13 +166,11 @@ def ray_workers(replicas: Sequence[Opens], concurrency: int, workers: int, addre
     try:
         import ray
     except ImportError as error:
-        raise HarnessError(
-            "ray: got no installed ray, needs it on every client host; pip install 'ray>=2.50', or set workers alone"
-        ) from error
+        raise HarnessError("ray: got no installed ray, needs it on every client host; install 'ray>=2.50', or set workers alone") from error
     try:
         if not ray.is_initialized():
-            options = {} if address == LOCAL else {"address": address}
-            ray.init(log_to_driver=False, include_dashboard=False, **options) if not options else ray.init(log_to_driver=False, **options)
+            options = {"include_dashboard": False} if address == LOCAL else {"address": address}
+            ray.init(log_to_driver=False, **options)
     except Exception as error:
         raise HarnessError(
             f"ray: got {type(error).__name__}: {error}, needs a cluster at {address!r}; start one with `ray start`"

@@ -10,7 +10,7 @@ A YAML of `real/` may name a `shipped` file of lm-eval's own that it extends, an
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,19 +63,37 @@ def data_roots() -> list[Path]:
     return [Path(named)] if named else [ROOT.parent / "shared" / "data"]
 
 
-def local_files(candidates: Mapping[str, list[str]]) -> dict[str, list[str]] | None:
-    """Files for every split (the first candidate pattern that matches), or None when some split has none."""
+def local_files(candidates: Mapping[str, list[str]], data: Path | None = None, evaluated: str = "test") -> dict[str, list[str]] | None:
+    """Files for every split (the first candidate pattern that matches), or None when some split has none.
+
+    `data` is the user's own folder of one suite, or the file of its `evaluated` split; other splits are then looked for beside it. Raises
+    HarnessError when `data` does not hold what it should.
+    """
+    roots = data_roots() if data is None else [data if data.is_dir() else data.parent]
     found: dict[str, list[str]] = {}
     for split, patterns in candidates.items():
-        matches = next((m for root in data_roots() for p in patterns if (m := sorted(map(str, root.glob(p))))), [])
+        if data is not None:
+            patterns = [*patterns, *(p.partition("/")[2] for p in patterns)]
+        if data is not None and data.is_file() and split == evaluated:
+            matches = [str(data)]
+        else:
+            matches = next((m for root in roots for p in patterns if (m := sorted(map(str, root.glob(p))))), [])
+        if not matches and data is not None:
+            raise HarnessError(f"eval data: got nothing for split {split!r} at {data}, needs one of {', '.join(patterns)}")
         if not matches:
             return None
         found[split] = matches
     return found
 
 
-def task_config(suite: str, repeats: int | None = None) -> dict[str, Any]:
-    """The resolved lm-eval configuration of a suite. Raises HarnessError for an unknown suite or one without its guards."""
+def task_config(
+    suite: str, repeats: int | None = None, *, generation: Mapping[str, Any] | None = None, data: Path | None = None
+) -> dict[str, Any]:
+    """The resolved lm-eval configuration of a suite. Raises HarnessError for an unknown suite or one without its guards.
+
+    `generation` overrides generation options (None removes one); greedy decoding then means one repeat, unless `repeats` says otherwise,
+    which is refused. `data` is the user's own copy (see `local_files`).
+    """
     if suite not in SUITES:
         raise HarnessError(f"suite: got {suite!r}, needs one of {', '.join(SUITES)}")
     config = load_yaml(FOLDER / ("nano" if suite in NANO_SUITES else "real") / f"{suite}.yaml")
@@ -85,18 +103,31 @@ def task_config(suite: str, repeats: int | None = None) -> dict[str, Any]:
         config = {**base, **config}
     config.pop("tag", None)
     candidates = config.pop("local_files", None)
-    files = local_files(candidates) if candidates else None
+    files = local_files(candidates, data, str(config.get("test_split") or config.get("validation_split"))) if candidates else None
     if files is not None:
-        config["dataset_path"] = Path(next(iter(files.values()))[0]).suffix.lstrip(".").replace("jsonl", "json")
+        config["dataset_path"] = _format(suite, files)
         config["dataset_name"] = None
         config["dataset_kwargs"] = {"data_files": files}
     elif config["dataset_path"] == "json":
         named = {split: str(ROOT / name) for split, name in config["dataset_kwargs"]["data_files"].items()}
         config["dataset_kwargs"] = {"data_files": named}
+    if generation is not None:
+        merged = {**config.get("generation_kwargs", {}), **generation}
+        config["generation_kwargs"] = {key: value for key, value in merged.items() if value is not None}
+        if not merged.get("do_sample"):
+            config["repeats"] = 1
     config["repeats"] = repeats if repeats is not None else config.get("repeats", 1)
     config["filter_list"] = _keep_all_repeats(config.get("filter_list"), config["repeats"])
     _guard(suite, config)
     return config
+
+
+def _format(suite: str, files: Mapping[str, list[str]]) -> str:
+    """The reader of `datasets` for these files, which must be of one kind."""
+    kinds = {Path(name).suffix.lstrip(".").replace("jsonl", "json") for names in files.values() for name in names}
+    if len(kinds) != 1:
+        raise HarnessError(f"{suite} data: got files of the kinds {sorted(kinds)}, needs one kind; keep the splits in one format")
+    return kinds.pop()
 
 
 def _keep_all_repeats(filters: list[dict[str, Any]] | None, repeats: int) -> list[dict[str, Any]]:
@@ -124,11 +155,17 @@ def _guard(suite: str, config: Mapping[str, Any]) -> None:
 
 def load_task(suite: str, repeats: int | None = None) -> RepeatedTask:
     """A task with its data. Raises HarnessError when the data are neither local nor reachable."""
-    config = task_config(suite, repeats)
+    return bring_up(suite, task_config(suite, repeats), lambda config: RepeatedTask(config=config))
+
+
+def bring_up(suite: str, config: dict[str, Any], make: Callable[[dict[str, Any]], RepeatedTask]) -> RepeatedTask:
+    """Build a task from its configuration. Raises HarnessError when its data cannot be had."""
     noisy = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
-        return RepeatedTask(config=config)
+        return make(config)
+    except HarnessError:
+        raise
     except Exception as error:
         where = (config.get("dataset_kwargs") or {}).get("data_files") or config["dataset_path"]
         raise HarnessError(
