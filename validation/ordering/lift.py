@@ -36,11 +36,29 @@ from validation.ordering.transfers import clear_predicates, destination, set_val
 from validation.ordering.values import Value
 
 SILENT = opcodes.NO_EFFECT | opcodes.BRANCHES
+PLACELESS = frozenset(HANDLERS) | opcodes.INTEGER | opcodes.DATA
 ROW_BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "96": 12, "128": 16, "256": 32}
 
 
 def lift(c: Compiler, instruction: Instruction) -> Code:
     """Compiles one instruction; opcodes never seen are recorded in `c.unknown` and taint what they write."""
+    text = (instruction.pred, instruction.opcode, instruction.operands)
+    known = c.lifted.get(text)
+    if known is not None and instruction.pc not in c.kernel.relocations:
+        return Code(instruction.pc, known.ops, guard=known.guard, guard_sense=known.guard_sense)
+    code = _lift(c, instruction)
+    # What does not name its place is the same wherever it stands.
+    if (
+        code.site is None
+        and not code.event
+        and instruction.opcode.partition(".")[0] in PLACELESS
+        and instruction.pc not in c.kernel.relocations
+    ):
+        c.lifted[text] = code
+    return code
+
+
+def _lift(c: Compiler, instruction: Instruction) -> Code:
     root, modifiers, operands = parse(instruction)
     code = Code(instruction.pc)
     code.guard, code.guard_sense = guard_of(c, instruction)

@@ -89,6 +89,7 @@ class Compiler:
         self._temporaries = 0
         self.written: list[int] = []  # slots that the instruction being compiled may write
         self.unknown: dict[str, list[int]] = {}
+        self.lifted: dict[tuple[str, str, str], Code] = {}  # by text: instructions that mean the same wherever they stand
         self.resolver: Any = None  # set by `flow.compile_program`; only its `note_address` and `dirty_bits` are called from operations
         self.param_end = kernel.param_base + max((p.offset + p.size for p in kernel.parameters), default=1 << 15)
         self.strong_loads: dict[int, int] = {}  # pc -> mask of its MEM sources

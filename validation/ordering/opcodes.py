@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 
 def words(text: str) -> frozenset[str]:
     """A set of words, spelled as one text."""
@@ -49,6 +51,7 @@ STABLE_SPECIAL = (
 COMPARISONS = frozenset({"LT", "EQ", "LE", "GT", "NE", "GE", "T", "F"})
 
 
+@functools.lru_cache(maxsize=8192)
 def root_of(opcode: str) -> tuple[str, tuple[str, ...]]:
     """("LDG", ("E", "CONSTANT")) for "LDG.E.CONSTANT"."""
     head, *modifiers = opcode.split(".")

@@ -83,13 +83,10 @@ def name_of(model: str, spec_id: str, arch: str) -> str:
 def compile_variant(spec: KernelSpec, arch: str) -> tuple[bytes, str]:
     """(cubin, PTX). Raises whatever the compiler raises."""
     import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_stream
 
-    from kimi_k3_decode.device import launcher
+    from kimi_k3_decode.device.launcher import placeholders
 
-    options = (cute.GPUArch(arch), cute.KeepPTX(), cute.KeepCUBIN())
-    arguments = [launcher._placeholder(param) for param in spec.params]
-    compiled = cute.compile[options](spec.make(), *arguments, make_fake_stream())
+    compiled = cute.compile[(cute.GPUArch(arch), cute.KeepPTX(), cute.KeepCUBIN())](spec.make(), *placeholders(spec))
     cubin, ptx = compiled.__cubin__, compiled.__ptx__
     if not cubin or not ptx:
         raise RuntimeError(f"compiler: got no {'PTX' if cubin else 'cubin'} for {spec.id}, needs both")

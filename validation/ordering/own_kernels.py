@@ -6,13 +6,14 @@ Compilation is shared by worker processes and kept below the cache by the digest
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import hashlib
 import importlib.metadata
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -86,11 +87,21 @@ def kernels_exist() -> bool:
     return (PACKAGE / "kernels.py").is_file()
 
 
-@functools.cache
 def source_digest() -> str:
-    """SHA-256 (hex) of the sources and compiler that shape the kernels."""
+    """SHA-256 (hex) of the sources and compiler that shape the binaries: an edit elsewhere compiles nothing again."""
+    parts = [PACKAGE / "config.py", PACKAGE / "kernels.py", *(PACKAGE / "device").rglob("*.py")]
+    parts += [path for path in (PACKAGE / "ops").rglob("*.py") if path.name != "oracle.py"]
+    return _digest(parts)
+
+
+def plan_digest() -> str:
+    """SHA-256 (hex) of everything that decides which binaries there are: the whole package, for a plan may ask anything."""
+    return _digest([*PACKAGE.glob("*.py"), *(PACKAGE / "device").rglob("*.py"), *(PACKAGE / "ops").rglob("*.py")])
+
+
+def _digest(paths: Sequence[Path]) -> str:
     digest = hashlib.sha256(importlib.metadata.version("nvidia-cutlass-dsl").encode())
-    for path in sorted([*PACKAGE.glob("*.py"), *(PACKAGE / "device").rglob("*.py"), *(PACKAGE / "ops").rglob("*.py")]):
+    for path in sorted(paths):
         digest.update(f"\0{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())
     digest.update((Path(__file__).parent / "own_compile.py").read_bytes())
     return digest.hexdigest()
@@ -101,12 +112,14 @@ def build_own(scope: str, archs: Sequence[str] = ARCHITECTURES, cache: Path | No
     started = time.perf_counter()
     out = writable_cache(cache) / "own" / source_digest()[:24]
     requests = [{"scope": scope, "archs": list(archs), "out": str(out), "part": part, "parts": jobs} for part in range(jobs)]
-    index = out / f"index-{scope}-{'-'.join(archs)}.json"
+    index = out / f"index-{scope}-{'-'.join(archs)}-{plan_digest()[:12]}.json"
     if index.is_file():
         answers = [json.loads(index.read_text())]
     else:
-        running = [_start(request) for request in requests]
-        answers = [_finish(process) for process in running]
+        with contextlib.ExitStack() as folders:
+            # Kernels of one class share a file name, so every worker gets a folder of its own for what the compiler leaves behind.
+            running = [_start(request, folders.enter_context(tempfile.TemporaryDirectory(prefix="k3-cubin-"))) for request in requests]
+            answers = [_finish(process) for process in running]
     errors = {name: reason for answer in answers for name, reason in answer["errors"].items()}
     names = answers[0]["names"]
     kernels = tuple(_read(out, name) for name in names if (out / f"{name}.json").is_file())
@@ -119,10 +132,8 @@ def build_own(scope: str, archs: Sequence[str] = ARCHITECTURES, cache: Path | No
     )
 
 
-def _start(request: Mapping[str, Any]) -> subprocess.Popen[str]:
-    scratch = Path(request["out"]).parent
-    scratch.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "CUTE_DSL_DUMP_DIR": str(scratch), "PYTHONPATH": str(PROJECT_ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+def _start(request: Mapping[str, Any], scratch: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "CUTE_DSL_DUMP_DIR": scratch, "PYTHONPATH": str(PROJECT_ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "validation.ordering.own_compile", json.dumps(request)]
     # Nothing is compiled in the project's folder: the compiler leaves files where it runs.
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=scratch, env=environment)

@@ -47,4 +47,7 @@ def compile_program(kernel: KernelBinary) -> Program:
         program.events.append([code for code in inside if code.event or code.site is not None])
     program.notes.extend(graph.notes)
     program.tail = compiler.tail()
+    # Only needed so far; dropping them here leaves no reference cycle, so that everything goes as soon as the kernel is done.
+    compiler.lifted.clear()
+    compiler.resolver = None
     return program
