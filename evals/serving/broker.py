@@ -4,20 +4,21 @@ Workers are confined (they may not write outside their scratch folder, and their
 crashes; so the run's own process starts and stops servers. With one set of GPUs it stops one side before it starts the other. A worker
 talks to it over a local socket, one JSON object a message:
 
-    {"op": "up", "side": "stock", "fresh": false}  ->  {"base_urls": [...], "starts": 1, "started": true}  or  {"error": "..."}
-    {"op": "state"}                                ->  per side: starts, deaths, failed starts, log
+    {"op": "up", "side": "stock", "fresh": false}  ->  {"base_urls": [...], "starts": 1, "facts": {...}, ...}  or  {"error": "..."}
+    {"op": "state"}                                ->  per side: addresses, starts, deaths, failed starts, log, facts
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import secrets
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Client, Connection, Listener
@@ -27,7 +28,8 @@ from typing import Any
 from evals.serving.client import Endpoint
 from evals.serving.config import SIDES, ServingConfig, Side
 from evals.serving.errors import ServingError
-from evals.serving.launch import StartedServer, StartFailed, WrongModel, log_path, require_model
+from evals.serving.identity import read_facts
+from evals.serving.launch import StartedServer, StartFailed, WrongModel, free_port, log_path, require_model
 from validation.core import jsonio
 from validation.core.settings import Settings
 from validation.core.types import HarnessError
@@ -39,10 +41,13 @@ MAX_FAILED_STARTS = 2
 
 @dataclass(kw_only=True)
 class _State:
+    port: int = 0  # one a run: whoever noted an address finds the server there again after a restart
     starts: int = 0
     deaths: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     server: StartedServer | None = None
+    facts: dict[str, str] = field(default_factory=dict)  # of the server that answered last
+    facts_of: int = -1  # the start they were read from
 
 
 class Servers:
@@ -60,15 +65,23 @@ class Servers:
         with self._lock:
             if self._closed:
                 raise StartFailed("the run is ending")
-            side, state = self._config.side(role), self._states[role]
+            side, state, urls = self._config.side(role), self._states[role], self.addresses(role)
             if side.base_url:
                 self._probe(side)
-                return {"base_urls": list(side.base_url), "starts": 0, "started": False, "log": self._log(role)}
-            self._note_death(role)
-            if fresh or state.server is None:
-                self._start(role)
-            assert state.server is not None  # _start returned
-            return {"base_urls": [state.server.base_url], "starts": state.starts, "started": True, "log": self._log(role)}
+            else:
+                self._note_death(role)
+                if fresh or state.server is None:
+                    self._start(role)
+            self._read_facts(role, urls)
+            return {"base_urls": urls, "starts": state.starts, "started": not side.base_url, "log": self._log(role), "facts": state.facts}
+
+    def addresses(self, role: str) -> list[str]:
+        """Where a side answers once it is up."""
+        side, state = self._config.side(role), self._states[role]
+        if side.base_url:
+            return list(side.base_url)
+        state.port = state.port or side.port or free_port()
+        return [f"http://127.0.0.1:{state.port}"]
 
     def state(self) -> dict[str, Any]:
         """What happened to each side so far. Plain JSON."""
@@ -81,6 +94,8 @@ class Servers:
                     "deaths": list(state.deaths),
                     "failed_starts": list(state.failed),
                     "log": self._log(role),
+                    "base_urls": self.addresses(role),
+                    "facts": dict(state.facts),
                 }
                 for role, state in self._states.items()
             }
@@ -111,6 +126,25 @@ class Servers:
         if problems:
             raise StartFailed("; ".join(problems))
 
+    def _read_facts(self, role: str, urls: Sequence[str]) -> None:
+        """What the server is, once a start. Other facts than before mean another server under the same name: nothing may be mixed."""
+        side, state = self._config.side(role), self._states[role]
+        if state.facts_of == state.starts:
+            return
+        log = Path(self._log(role)) if self._log(role) else None
+        endpoints = [Endpoint(url, model=side.name, api_key_env=side.api_key_env, retries=2) for url in urls]
+        try:
+            facts = read_facts(endpoints, side, log)
+        except (ServingError, ValueError) as error:
+            raise StartFailed(f"{role}: {error}") from error
+        finally:
+            for endpoint in endpoints:
+                endpoint.close()
+        if state.facts and facts != state.facts:
+            changed = sorted(key for key in facts if facts[key] != state.facts.get(key))
+            raise StartFailed(f"{role}: got another server than before ({', '.join(changed)} changed), needs the same in one run")
+        state.facts, state.facts_of = facts, state.starts
+
     def _note_death(self, role: str) -> None:
         state = self._states[role]
         ended = state.server.death() if state.server is not None else ""
@@ -130,7 +164,8 @@ class Servers:
             for other in SIDES:
                 self._stop(other)
         self._say(f"serving: starting {role}")
-        state.server = StartedServer(self._config.side(role), role=role, folder=self._folder, poll_s=self._config.servers.poll_s)
+        side = dataclasses.replace(self._config.side(role), port=state.port)
+        state.server = StartedServer(side, role=role, folder=self._folder, poll_s=self._config.servers.poll_s)
         try:
             state.server.wait_until_ready(self._closing)
         except BaseException as error:

@@ -147,7 +147,14 @@ class Endpoint:
 
     async def tokenize_async(self, text: str, *, add_special_tokens: bool = True, timeout_s: float = PROBE_LIMIT_S) -> tuple[int, ...]:
         """Token ids of a text by the server's own /tokenize."""
-        request = {"model": self.model, "prompt": text, "add_special_tokens": add_special_tokens}
+        return await self._tokens({"prompt": text, "add_special_tokens": add_special_tokens}, timeout_s)
+
+    async def tokenize_chat_async(self, messages: Sequence[Mapping[str, str]], timeout_s: float = PROBE_LIMIT_S) -> tuple[int, ...]:
+        """Token ids of a conversation as the server's chat template renders it, with the prompt of the next answer."""
+        return await self._tokens({"messages": [dict(m) for m in messages], "add_generation_prompt": True}, timeout_s)
+
+    async def _tokens(self, what: Mapping[str, Any], timeout_s: float) -> tuple[int, ...]:
+        request = {"model": self.model, **what}
         body, _, _ = await self._json("POST", "/tokenize", request, repeatable=True, timeout_s=timeout_s)
         tokens = field_of(body, "tokens", list, "/tokenize")
         if not all(type(token) is int for token in tokens):
@@ -238,6 +245,9 @@ class Endpoint:
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True, timeout_s: float = PROBE_LIMIT_S) -> tuple[int, ...]:
         return self._blocking(lambda: self.tokenize_async(text, add_special_tokens=add_special_tokens, timeout_s=timeout_s))
+
+    def tokenize_chat(self, messages: Sequence[Mapping[str, str]], timeout_s: float = PROBE_LIMIT_S) -> tuple[int, ...]:
+        return self._blocking(lambda: self.tokenize_chat_async(messages, timeout_s))
 
     def completion(self, prompt: str | Sequence[int], **options: Any) -> Reply:
         """`completion_async`, blocking, with the same options."""

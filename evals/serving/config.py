@@ -32,8 +32,17 @@ SIDES = ("stock", "candidate")  # the roles; the tables of the file are [baselin
 TABLE_OF = {"stock": "baseline", "candidate": "candidate"}
 REAL_SUITES = ("gsm8k", "gpqa_diamond_cot_zeroshot", "aime25", "mrcr")
 NANO_SUITES = ("gsm8k_nano", "gpqa_diamond_nano", "aime25_nano", "mrcr_nano")
-IDENTITY_FIELDS = ("model", "revision", "dtype", "tensor_parallel", "max_model_len", "chat_template", "version", "quantization")
-SPECULATION_HINTS = ("--speculative-config", "--speculative_config", "--spec-")
+IDENTITY_FIELDS = (
+    "model",
+    "revision",
+    "dtype",
+    "tensor_parallel",
+    "quantization",
+    "max_model_len",
+    "tokenizer",
+    "chat_template",
+    "version",
+)
 MAX_FILE_BYTES = 1 << 20
 DEFAULT_CANDIDATE = "specialized"
 

@@ -161,11 +161,12 @@ def test_nobody_there_is_tried_again_whatever_was_asked():
 
 def test_a_hung_request_ends_in_time_and_is_not_repeated():
     release = threading.Event()
-    with serving(lambda h, r: release.wait(5) and None) as (url, asked), endpoint(url, timeout_s=0.2) as server:
-        with pytest.raises(TimedOut):
+    with serving(lambda h, r: release.wait(5) and None) as (url, asked), endpoint(url, timeout_s=0.5) as server:
+        with pytest.raises(TimedOut) as caught:
             server.completion("x", max_tokens=1)
         release.set()
-    assert len(asked) == 1
+    assert caught.value.attempts == 1
+    assert len(asked) <= 1
 
 
 def test_a_dripping_answer_ends_in_time():

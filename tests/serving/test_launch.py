@@ -189,7 +189,8 @@ def test_a_server_that_runs_already_is_asked_and_left_alone(tmp_path):
     running = Side(model="toy", base_url=(own.base_url,))
     servers = Servers(ServingConfig(baseline=running, candidate=side("good")), tmp_path / "run")
     try:
-        assert servers.up("stock") == {"base_urls": [own.base_url], "starts": 0, "started": False, "log": ""}
+        told = servers.up("stock")
+        assert (told["base_urls"], told["starts"], told["started"], told["log"]) == ([own.base_url], 0, False, "")
         servers.close()
         assert own.death() == ""
     finally:
