@@ -161,6 +161,12 @@ class RankLoop:
                 events[bound.launch.id] = torch.cuda.Event()
                 events[bound.launch.id].record(stream)
 
+    def issue_one(self, bound: Bound) -> None:
+        """Launch one of `bound` on the current stream."""
+        from cuda.bindings import driver
+
+        bound.launcher.run(driver.CUstream(torch.cuda.current_stream().cuda_stream))
+
     def chosen_experts(self) -> dict[int, torch.Tensor]:
         """Layer -> the ids its routing chose in one pass [rows, k]: what decides how many experts are read."""
         found: dict[int, torch.Tensor] = {}

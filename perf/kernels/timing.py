@@ -7,7 +7,7 @@ power and temperature are sampled; a measurement during which it slowed itself d
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,12 @@ class Measured:
         return tuple(self.conditions["throttled"])
 
 
+def timed(samples_us: Sequence[float]) -> Timed:
+    """Median and quartiles of samples in order of the rounds."""
+    low, median, high = statistics.quantiles(samples_us, n=4)
+    return Timed(median_us=median, low_us=low, high_us=high, samples_us=tuple(samples_us))
+
+
 def capture(work: Callable[[], object], warmups: int = 2) -> torch.cuda.CUDAGraph:
     """Run `work` on a side stream a few times (loads modules), then capture it once."""
     stream = torch.cuda.Stream()
@@ -67,8 +73,9 @@ def interleaved(
     for graph in graphs.values():
         graph.replay()
     torch.cuda.synchronize()
+    order = list(graphs)
     for i in range(replays):
-        for name in graphs if i % 2 == 0 else reversed(graphs):
+        for name in order if i % 2 == 0 else order[::-1]:
             begin, end = events[name][i]
             begin.record()
             graphs[name].replay()
@@ -79,9 +86,7 @@ def interleaved(
     torch.cuda.synchronize()
     found = {}
     for name, pairs in events.items():
-        samples = tuple(1e3 * begin.elapsed_time(end) / launches for begin, end in pairs)
-        low, median, high = statistics.quantiles(samples, n=4)
-        found[name] = Timed(median_us=median, low_us=low, high_us=high, samples_us=samples)
+        found[name] = timed([1e3 * begin.elapsed_time(end) / launches for begin, end in pairs])
     return found
 
 

@@ -122,7 +122,7 @@ def _conv_verify(
     proj, taps, window, slots, accepted, out, beta, T, P, C: tl.constexpr, H: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, W,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same for the Q tokens of a verify step: the window is read behind the last accepted token, then holds two old and all new taps."""
+    """The same for Q tokens of a verify step: the window is read behind the last accepted one, then two old and all new taps are kept."""
     C3: tl.constexpr = 3 * C
     request, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = c < C3

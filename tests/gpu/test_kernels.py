@@ -15,12 +15,15 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 pytest.importorskip("cutlass")
 
-from kimi_k3_decode.config import NANO, Shard  # noqa: E402 - only with a GPU
+from kimi_k3_decode.config import NANO, Unsupported  # noqa: E402 - only with a GPU
 from kimi_k3_decode.gpu_step import GpuPath  # noqa: E402
 from kimi_k3_decode.random_init import draw_weights  # noqa: E402
-from perf.kernels import edges, nano  # noqa: E402
+from perf.kernels import edges  # noqa: E402
 from perf.kernels.__main__ import distinct  # noqa: E402
 from perf.kernels.check import check  # noqa: E402
+from perf.kernels.layer import LayerLoop  # noqa: E402
+from validation.core.types import Case  # noqa: E402
+from validation.schedule import gpu  # noqa: E402
 
 
 @pytest.mark.parametrize(("tp", "rank"), [(1, 0), (2, 1)])
@@ -43,20 +46,42 @@ def test_nan_rows_stay_alone() -> None:
         assert not outcome.broken, outcome
 
 
+def holds(check_id: str, **params: int) -> dict[str, float]:
+    """Measure one case of the schedule lane on random nano weights; every limit must hold."""
+    rule = next(c for c in gpu.gpu_checks() if c.id == check_id)
+    case = Case(subject="nano", params=params)
+    measurements, _ = rule.measured_by(case, draw_weights(NANO, 5).to(torch.bfloat16))
+    values = {m.name: m.value for m in measurements}
+    for limit in rule.limits(case):
+        assert limit.measurement == "replays" or limit.holds(values[limit.measurement]), (limit, values)
+    return values
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_bits_do_not_depend_on_how_it_is_launched(tp) -> None:
-    weights = draw_weights(NANO, 5).to(torch.bfloat16)
-    start = nano.started(3, 1)
-    digests = set()
-    for options in ({}, {"pdl": False}, {"graphs": False}, {}):
-        caches = nano.on_device(start, "cuda")
-        digests.add(nano.digest(nano.walk(GpuPath(weights, tp, **options), caches, 3, 1), caches))
-    assert len(digests) == 1
+    assert holds("schedule.gpu.model", tp=tp, requests=3, q=1)["launches"] > 0
 
 
-def test_executed_launches_are_the_plan() -> None:
-    from kimi_k3_decode.launches import launch_graph
+@pytest.mark.parametrize("tp", [1, 2])
+def test_replays_give_the_first_bits(tp) -> None:
+    assert holds("schedule.gpu.replays", tp=tp, requests=3, q=1, replays=64)["replays"] == 64
 
-    path = GpuPath(draw_weights(NANO, 5).to(torch.bfloat16))
-    nano.walk(path, nano.on_device(nano.started(1, 1), "cuda"), 1, 1)
-    assert path.executed() == [launch.id for launch in launch_graph(NANO, Shard(config=NANO), 1, 1)]
+
+def test_sleeping_kernels_give_the_same_bits() -> None:
+    holds("schedule.gpu.delays", tp=2, requests=3, q=1)
+
+
+def test_ranks_that_cannot_all_be_resident_are_refused() -> None:
+    model = gpu.model_of(4, None)
+    start = gpu.on_device(gpu.filled_caches(model.config, 64, 1, 0), "cuda")
+    with pytest.raises(Unsupported, match="ranks on one device"):
+        gpu.walk(GpuPath(model, 4), start, 1, 0)
+
+
+def test_a_rank_loop_alone_waits_for_nobody() -> None:
+    loop = LayerLoop(NANO, 2, (1, 2), 3)
+    for _ in range(3):
+        loop.issue()
+    torch.cuda.synchronize()
+    assert int(loop.health[0]) == 0
+    assert sorted(loop.chosen_experts()) == [1, 2]
