@@ -25,8 +25,8 @@ from perf.matrix import AcceptanceKind, Cell, CellResult, Source, comparison_ref
 from perf.model import (
     PUBLISHED as PUBLISHED_BY_OTHERS,
 )
-from perf.model import Assumptions, cell_floor, fit_assumptions, memory_refusal, project_draft_us, project_us
-from perf.published import OURS, STOCK, PublishedCells, read_published
+from perf.model import Assumptions, cell_floor, fit_assumptions, memory_refusal, project, project_draft_us
+from perf.published import OURS, STOCK, PublishedCells, launch_fits, read_published
 from validation.core import jsonio
 from validation.core.store import write_atomically
 from validation.core.types import HarnessError
@@ -87,7 +87,8 @@ def _assumptions(layers: PublishedCells) -> tuple[dict[str, Assumptions], str]:
     if layers.gpu is None:
         return {}, "no published layer of this code may be shown, so that no projection has a measured fraction to rest on"
     try:
-        return {backend: fit_assumptions(layers.points[backend], gpu(layers.gpu), backend) for backend in (OURS, STOCK)}, ""
+        fits = {OURS: launch_fits(layers), STOCK: None}  # stock's launches were timed together only
+        return {b: fit_assumptions(layers.points[b], gpu(layers.gpu), b, fits[b]) for b in (OURS, STOCK)}, ""
     except HarnessError as error:
         return {}, str(error)
 
@@ -102,11 +103,14 @@ def _step(cell: Cell, assumptions: Mapping[str, Assumptions], why: str) -> CellR
         return CellResult(cell=cell, source=Source.MODEL, outcome="modelled", floor_us=floor_us, reasons=(why,), acceptance=acceptance)
     rests_on = assumptions[cell.backend]
     low, high = rests_on.rows_measured
+    projected = project(cell, rests_on)
     return CellResult(
         cell=cell,
         source=Source.PROJECTION,
         outcome="modelled",
-        step_us=project_us(cell, rests_on),
+        step_us=projected.us,
+        step_low_us=projected.low_us,
+        step_high_us=projected.us,
         draft_us=0.0 if cell.q == 1 else project_draft_us(cell, rests_on),
         floor_us=floor_us,
         acceptance=acceptance,
@@ -134,19 +138,41 @@ def speed_ups(results: Iterable[CellResult]) -> dict[str, tuple[float, tuple[str
 
 
 def projection_errors(assumptions: Mapping[str, Assumptions]) -> list[dict[str, Any]]:
-    """The projection beside each number that others published: what it is worth."""
-    return [
-        {
-            "cell": other.cell.id,
-            "conditions": other.source,
-            "published_us": other.step_us,
-            "projected_us": project_us(other.cell, assumptions[other.cell.backend]),
-            "error": project_us(other.cell, assumptions[other.cell.backend]) / other.step_us - 1,
-            "evidence": list(assumptions[other.cell.backend].evidence),
-        }
-        for other in PUBLISHED_BY_OTHERS
-        if other.cell.backend in assumptions
-    ]
+    """The projection beside each number that others published, and the speed-ups of both: what a projection is worth."""
+    made = []
+    for other in PUBLISHED_BY_OTHERS:
+        if other.cell.backend not in assumptions:
+            continue
+        projected = project(other.cell, assumptions[other.cell.backend])
+        made.append(
+            {
+                "cell": other.cell.id,
+                "conditions": other.source,
+                "published_us": other.step_us,
+                "projected_us": projected.us,
+                "projected_low_us": projected.low_us,
+                "memory_us": projected.memory_us,
+                "latency_us": projected.latency_us,
+                "exchange_us": projected.exchange_us,
+                "error": projected.us / other.step_us - 1,
+                "low_error": projected.low_us / other.step_us - 1,
+                "evidence": list(assumptions[other.cell.backend].evidence),
+            }
+        )
+    return made
+
+
+def speed_up_errors(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Published and projected speed-up of each pair of `projection_errors` that differs in its backend only."""
+    by_cell = {row["cell"]: row for row in rows}
+    made = []
+    for name, ours in by_cell.items():
+        stock = by_cell.get(name.replace(f"-{OURS}", f"-{STOCK}"))
+        if stock is None or stock is ours:
+            continue
+        published, projected = (stock[key] / ours[key] for key in ("published_us", "projected_us"))
+        made.append({"conditions": ours["conditions"], "published": published, "projected": projected, "error": projected / published - 1})
+    return made
 
 
 def counts(matrix: Matrix) -> dict[str, int]:
@@ -236,6 +262,7 @@ def write(matrix: Matrix, folder: Path) -> dict[str, Path]:
         "assumptions": {backend: a.describe() for backend, a in matrix.assumptions.items()},
         "no_projection": matrix.no_projection,
         "projection_against_published": projection_errors(matrix.assumptions),
+        "speed_up_against_published": speed_up_errors(projection_errors(matrix.assumptions)),
         "cpu_engine": list(matrix.engine_rows),
         "acceptance": dict(matrix.acceptance),
         "workloads": dict(matrix.workloads),

@@ -50,7 +50,8 @@ def tables(matrix: Matrix) -> list[dict[str, Any]]:
         _layers(matrix),
         _unpublishable(matrix),
         *_projections(matrix),
-        _published(matrix),
+        *_launch_fits(matrix),
+        *_published(matrix),
         _refused(matrix),
         *_engine(matrix),
     ]
@@ -126,7 +127,7 @@ def _projections(matrix: Matrix) -> list[dict[str, Any]]:
                     f"{c.rows}{mark}",
                     c.requests,
                     label,
-                    _short(r.step_us),
+                    f"{_short(r.step_low_us)}–{_short(r.step_us)}",
                     _short(r.draft_us),
                     _short(r.tokens_per_s_per_user),
                     _short(r.tokens_per_s),
@@ -134,7 +135,17 @@ def _projections(matrix: Matrix) -> list[dict[str, Any]]:
                     _short(r.floor_us),
                 ]
             )
-        columns = ("rows", "batch", "speculation", "step, us", "draft, us", "tok/s a user", "tok/s", "over projected stock", "floor, us")
+        columns = (
+            "rows",
+            "batch",
+            "speculation",
+            "step, us (low–shown)",
+            "draft, us",
+            "tok/s a user",
+            "tok/s",
+            "over projected stock",
+            "floor, us",
+        )
         what = f"decode alone, {CONTEXT_SHOWN} cached tokens a request, {tp} {gpu} on both sides"
         note = f"Projection, not a measurement: {what}. {_basis(matrix)}"
         made.append(table(f"PROJECTION: {gpu}, TP{tp}", columns, rows, note))
@@ -144,25 +155,74 @@ def _projections(matrix: Matrix) -> list[dict[str, Any]]:
 def _basis(matrix: Matrix) -> str:
     parts = []
     for backend, a in matrix.assumptions.items():
+        how = "by launch, the rest at " if a.fits is not None else ""
         parts.append(
-            f"{backend}: {a.fraction_of_floor:.2f} of the memory rate and {a.launch_us:.2f} us a launch, fitted to {len(a.evidence)} "
-            f"layers on {a.measured_on} (worst fit {a.fit_error:.0%}; {', '.join(a.evidence)}); "
-            f"{a.exchanges_a_layer} exchanges a layer at {a.exchange_us:g} us, guessed."
+            f"{backend}: {how}{a.fraction_of_floor:.2f} of the memory rate and {a.launch_us:.2f} us a launch, fitted to {len(a.evidence)} "
+            f"records on {a.measured_on} (worst fit {a.fit_error:.0%}; {', '.join(a.evidence)}); "
+            f"{a.exchanges_a_layer} exchanges a layer add {a.exchange_us:g} us each: {a.exchange_source}."
         )
     return " ".join(parts)
 
 
-def _published(matrix: Matrix) -> dict[str, Any]:
-    from perf.build import projection_errors
+def _launch_fits(matrix: Matrix) -> list[dict[str, Any]]:
+    """What each launch of the fused layer costs, where that was measured."""
+    made = []
+    for a in matrix.assumptions.values():
+        if a.fits is None:
+            continue
+        rows: Rows = [
+            [
+                fit.op,
+                _short(fit.fixed_us, 3),
+                _short(fit.row_us, 2),
+                _short(1 / fit.slowness, 2) if fit.slowness else "no bytes show",
+                fit.points,
+                f"{fit.error:.0%}",
+            ]
+            for fit in a.fits.by_op.values()
+        ]
+        columns = ("launch", "fixed, us", "us a row", "fraction of the memory rate", "points", "worst fit")
+        overlap = ", ".join(f"{n} rows {share:.2f}" for n, share in a.fits.overlap.items())
+        note = (
+            f"Fitted to launches measured alone on {a.measured_on} ({', '.join(a.fits.evidence)}). On another GPU only the memory part is "
+            f"scaled. A layer over the sum of its launches: {overlap}."
+        )
+        made.append(table("Fraction of the memory rate by launch", columns, rows, note))
+    return made
 
+
+def _published(matrix: Matrix) -> list[dict[str, Any]]:
+    from perf.build import projection_errors, speed_up_errors
+
+    found = projection_errors(matrix.assumptions)
     rows: Rows = [
-        [e["conditions"], e["cell"], _short(e["published_us"]), _short(e["projected_us"]), f"{e['error']:+.0%}", ", ".join(e["evidence"])]
-        for e in projection_errors(matrix.assumptions)
+        [
+            e["conditions"],
+            e["cell"],
+            _short(e["published_us"]),
+            _short(e["projected_us"]),
+            f"{e['error']:+.0%}",
+            _short(e["projected_low_us"]),
+            f"{e['low_error']:+.0%}",
+            " + ".join(_short(e[part]) for part in ("memory_us", "latency_us", "exchange_us")),
+            ", ".join(e["evidence"]),
+        ]
+        for e in found
     ]
-    note = matrix.no_projection or "Numbers published by others. The error is what a projection of this table is worth."
-    return table(
-        "Projection against published numbers", ("conditions", "cell", "published, us", "projected, us", "error", "rests on"), rows, note
+    note = matrix.no_projection or (
+        "Numbers published by others, of their kernels; a projection is of ours, so its error holds the difference between the two. "
+        "Low: if the latencies measured on Hopper shrank as memory time does. The error is what a projection of this table is worth."
     )
+    columns = ("conditions", "cell", "published, us", "projected, us", "error", "low, us", "error of low",
+               "memory + latency + exchanges, us", "rests on")  # fmt: skip
+    made = [table("Projection against published numbers", columns, rows, note)]
+    ratios: Rows = [
+        [e["conditions"], f"{e['published']:.2f}x", f"{e['projected']:.2f}x", f"{e['error']:+.0%}"] for e in speed_up_errors(found)
+    ]
+    if ratios:
+        names = ("conditions, both sides", "published speed-up", "projected speed-up", "error")
+        made.append(table("Projected speed-up against the published one", names, ratios, "Errors that both sides share cancel here."))
+    return made
 
 
 def _refused(matrix: Matrix) -> dict[str, Any]:

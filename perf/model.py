@@ -1,8 +1,9 @@
 """The analytic model of a step: its launches from the plan, their traffic from the contracts, its floor, and projections.
 
 A *floor* is physics: bytes over the memory rate. A *projection* is a guess with its assumptions written out: floor over the fraction of it
-that was reached where something was measured, plus a cost per launch and per exchange between ranks. A projection is never a measurement
-and never stands in a table without the word.
+that was reached where something was measured (by launch, where launches were measured alone), plus latencies of launches and of exchanges
+between ranks. Memory time scales with the target's memory rate; latencies stay, and the low end of a projection says what it would be if
+they shrank as memory time does. A projection is never a measurement and never stands in a table without the word.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from kimi_k3_decode.launches import layer_plan
 from kimi_k3_decode.ops.contract import Contract
 from kimi_k3_decode.ops.registry import CONTRACTS
 from perf.hardware import Gpu, gpu
+from perf.launch_fit import LaunchFits
 from perf.matrix import MAX_ROWS, Cell, Scope
 from perf.roofline import StepFloor, Traffic, step_floor, traffic
 from validation.core.types import HarnessError
@@ -120,8 +122,10 @@ class Assumptions:
     fit_error: float  # largest |fitted / measured - 1| over the layers it was fitted to
     measured_on: str
     rows_measured: tuple[int, int]  # smallest and largest; other rows are extrapolated
-    exchange_us: float  # one exchange between ranks: a guess, exchanges of one rank alone cannot be measured
+    exchange_us: float  # what an exchange between ranks adds to launches that were measured on one rank alone
     exchanges_a_layer: int
+    exchange_source: str
+    fits: LaunchFits | None = None  # by launch; None: all launches alike
 
     def describe(self) -> dict[str, object]:
         return {"kind": "projection", **asdict(self)}
@@ -136,15 +140,29 @@ class LayerPoint:
     step_us: float
     rows: int
     evidence: str
+    traffic: tuple[Traffic, ...] = ()
 
 
-# Exchanges a layer. Ours: o_proj, router and latent together, expert sums, layer output, each a store over NVLink and a poll.
-# Stock: all-reduces after o_proj, of the latent, and of the layer's output. Times are guesses.
-EXCHANGES = {"latency_specialized": (4, 3.0), "auto": (3, 10.0)}
+# Exchanges a layer and what each adds. Ours: o_proj, router and latent together, expert sums, layer output. Stock: all-reduces after
+# o_proj, of the latent, and of the layer's output.
+ALL_REDUCE_US = 3.0
+ALL_REDUCE = (
+    "an all-reduce of 8 bytes on 8 B200 takes 3 us, on 8 H200 2.3 us (NVIDIA/nccl issue 1940; larger ones and more ranks take longer)"
+)
+EXCHANGES = {
+    "latency_specialized": (
+        4,
+        ALL_REDUCE_US / 2,
+        "half of a published all-reduce, one of its two trips: publishing and polling, looped back, are in the measured launches; "
+        + ALL_REDUCE,
+    ),
+    "auto": (3, ALL_REDUCE_US, f"a published all-reduce each, which the measured layers leave out; {ALL_REDUCE}"),
+}
 
 
-def fit_assumptions(points: Sequence[LayerPoint], measured_on: Gpu, backend: str) -> Assumptions:
-    """time = bytes / (rate x fraction) + launches x launch_us, least squares of relative errors, neither term negative.
+def fit_assumptions(points: Sequence[LayerPoint], measured_on: Gpu, backend: str, fits: LaunchFits | None = None) -> Assumptions:
+    """time = bytes / (rate x fraction) + launches x launch_us, least squares of relative errors, neither term negative. With `fits` these
+    two stand for the launches that were not measured alone.
 
     Raises:
         HarnessError: fewer than 3 measured layers, or layers from which the memory term cannot be told.
@@ -157,39 +175,75 @@ def fit_assumptions(points: Sequence[LayerPoint], measured_on: Gpu, backend: str
     (slowness, launch_us), _ = nnls(table / measured_us[:, None], np.ones(len(points)))
     if slowness <= 0:
         raise HarnessError("projection: got layers whose time does not rise with their bytes, needs rows or ranks that differ more")
-    error = np.abs(table @ np.array([slowness, launch_us]) / measured_us - 1).max()
-    exchanges, exchange_us = EXCHANGES[backend]
+    fitted = table @ np.array([slowness, launch_us])
+    if fits is not None:
+        fitted = np.array([sum(fits.parts_us(p.traffic, p.rows, measured_on.hbm_bytes_per_s)[:2]) for p in points])
+    error = np.abs(fitted / measured_us - 1).max()
+    exchanges, exchange_us, source = EXCHANGES[backend]
     return Assumptions(
         fraction_of_floor=float(1 / slowness),
         launch_us=float(launch_us),
         launches_a_layer=max(p.launches for p in points),
-        evidence=tuple(dict.fromkeys(p.evidence for p in points)),
+        evidence=tuple(dict.fromkeys([*(p.evidence for p in points), *(fits.evidence if fits is not None else ())])),
         fit_error=float(error),
         measured_on=measured_on.name,
         rows_measured=(min(p.rows for p in points), max(p.rows for p in points)),
         exchange_us=exchange_us,
         exchanges_a_layer=exchanges,
+        exchange_source=source,
+        fits=fits,
     )
 
 
-def _time_us(hbm_bytes: float, launches: float, layers: int, target: Gpu, a: Assumptions) -> float:
-    memory_us = 1e6 * hbm_bytes / target.hbm_bytes_per_s / a.fraction_of_floor
-    return memory_us + launches * a.launch_us + layers * a.exchanges_a_layer * a.exchange_us
+@dataclass(frozen=True, kw_only=True)
+class Projection:
+    """Microseconds of a step by what they are spent on. `low_us`: if latencies shrank as memory time does; exchanges never do."""
+
+    memory_us: float
+    latency_us: float
+    exchange_us: float
+    faster: float  # the target's memory rate over that of the measured GPU
+
+    @property
+    def us(self) -> float:
+        return self.memory_us + self.latency_us + self.exchange_us
+
+    @property
+    def low_us(self) -> float:
+        return self.memory_us + self.latency_us / max(self.faster, 1.0) + self.exchange_us
+
+
+def _parts(hbm_bytes: float, launches: float, layers: int, target: Gpu, a: Assumptions) -> Projection:
+    return Projection(
+        memory_us=1e6 * hbm_bytes / target.hbm_bytes_per_s / a.fraction_of_floor,
+        latency_us=launches * a.launch_us,
+        exchange_us=layers * a.exchanges_a_layer * a.exchange_us,
+        faster=target.hbm_bytes_per_s / gpu(a.measured_on).hbm_bytes_per_s,
+    )
+
+
+def project(cell: Cell, assumptions: Assumptions) -> Projection:
+    """The projected step: memory floor / fraction + latencies + exchanges; by launch where the assumptions are."""
+    n_layers, target = MODELS[cell.model].n_layers, gpu(cell.gpu)
+    if assumptions.fits is None:
+        return _parts(cell_floor(cell).hbm_bytes, assumptions.launches_a_layer * n_layers, n_layers, target, assumptions)
+    launches = step_traffic(cell.model, cell.tp, cell.rows, cell.q, cell.context_tokens)
+    latency_us, memory_us, others = assumptions.fits.parts_us(launches, cell.rows, target.hbm_bytes_per_s)
+    rest = _parts(sum(launch.hbm_bytes for launch in others), len(others), n_layers, target, assumptions)
+    return replace(rest, memory_us=rest.memory_us + memory_us, latency_us=rest.latency_us + latency_us)
 
 
 def project_us(cell: Cell, assumptions: Assumptions) -> float:
-    """Projected step time in microseconds: memory floor / fraction + launches x launch_us + exchanges x exchange_us."""
-    n_layers = MODELS[cell.model].n_layers
-    launches = assumptions.launches_a_layer * n_layers
-    return _time_us(cell_floor(cell).hbm_bytes, launches, n_layers, gpu(cell.gpu), assumptions)
+    """Projected step time in microseconds."""
+    return project(cell, assumptions).us
 
 
 def project_draft_us(cell: Cell, assumptions: Assumptions) -> float:
-    """Projected time of one draft pass: the drafter's weights and the LM head shared evenly over ranks, under the same assumptions."""
+    """Projected time of one draft pass: the drafter's weights and the LM head shared evenly over ranks, all launches alike."""
     config = MODELS[cell.model]
     n_layers = config.draft.n_layers if config.draft is not None else 0
     elements = sum(prod(shape) for shape in draft_shapes(config).values()) + config.vocab_size * config.hidden_size
-    return _time_us(2 * elements / cell.tp, assumptions.launches_a_layer * n_layers, n_layers, gpu(cell.gpu), assumptions)
+    return _parts(2 * elements / cell.tp, assumptions.launches_a_layer * n_layers, n_layers, gpu(cell.gpu), assumptions).us
 
 
 @dataclass(frozen=True, kw_only=True)

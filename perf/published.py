@@ -8,6 +8,7 @@ kernel, and none that runs another. Whether a record passes is computed here fro
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,8 +17,9 @@ from typing import Any
 from kimi_k3_decode.config import K3, Shard, Unsupported
 from kimi_k3_decode.launches import layer_plan
 from perf.hardware import GPUS, Gpu
+from perf.launch_fit import LaunchFits, LaunchPoint, fit_launches
 from perf.matrix import Cell, CellResult, Scope, Source
-from perf.model import TIMED_LAYER, LayerPoint, cell_floor
+from perf.model import TIMED_LAYER, LayerPoint, cell_floor, step_traffic
 from validation.core.store import read_evidence, read_run
 from validation.core.types import Evidence, HarnessError, Outcome, Run
 from validation.freshness.digests import changed
@@ -272,7 +274,23 @@ def _point(result: CellResult) -> LayerPoint:
         step_us=result.step_us,
         rows=result.cell.rows,
         evidence=result.evidence,
+        traffic=cell_floor(result.cell).launches,
     )
+
+
+def launch_fits(cells: PublishedCells) -> LaunchFits | None:
+    """Fits by launch, from the layers measured launch by launch on the GPU of the layers; None where those do not suffice."""
+    if cells.gpu is None:
+        return None
+    found = []
+    for times in (times for times in cells.launches if times.gpu == cells.gpu):
+        launches = step_traffic("kimi-k3", times.tp, times.rows, 1, 0, Scope.LAYER)
+        found += [
+            LaunchPoint(op=t.op, hbm_bytes=t.hbm_bytes, rows=times.rows, us=statistics.median(samples), evidence=times.evidence)
+            for t, (_, samples) in zip(launches, times.launches, strict=True)
+        ]
+    layers = [(point.traffic, point.rows, point.step_us) for point in cells.points[OURS]]
+    return fit_launches(found, layers, GPUS[cells.gpu].hbm_bytes_per_s)
 
 
 def _launch_times(run: Run, record: Evidence, match: re.Match[str], checks: Sequence[KernelCheck]) -> list[LaunchTimes]:
