@@ -112,7 +112,8 @@ class Reading:
         if self.reasoning != "tags":
             return answer.text, answer.reasoning
         head, mark, tail = answer.text.rpartition(self.end)
-        return (tail.lstrip(), head) if mark else ("", answer.text)
+        begin = self.end.replace("/", "", 1)
+        return (tail.lstrip(), head.removeprefix(begin)) if mark else ("", answer.text.removeprefix(begin))
 
 
 def reply_of(ask: Ask, answer: Answer, path: str, fingerprint: str, reading: Reading) -> Reply:

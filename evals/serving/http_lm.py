@@ -7,6 +7,8 @@ from a generator that moves on from row to row. Two passes are made: one to ask 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import math
 from collections import Counter
@@ -15,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lm_eval
+import lm_eval.utils
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.defaults import DEFAULT_OTHER_SEED
@@ -73,6 +76,18 @@ class WindowedTask(RepeatedTask):
         if self.config.num_fewshot is None:
             self.set_config(key="num_fewshot", value=0)
         self.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
+
+
+@contextlib.contextmanager
+def templates_compiled_once() -> Iterator[None]:
+    """lm-eval compiles a row's template anew for every field of every row, which could keep sixty-four slots waiting for prompts."""
+    environment = lm_eval.utils.env
+    compile_template = environment.from_string
+    environment.from_string = functools.lru_cache(maxsize=512)(compile_template)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        environment.from_string = compile_template  # type: ignore[method-assign]
 
 
 def windows(task: WindowedTask, rows: Sequence[int]) -> Iterator[list[int]]:

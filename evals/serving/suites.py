@@ -51,7 +51,7 @@ from evals.serving.answered import Scored, answer_row, failures_of, not_decided,
 from evals.serving.asking import Ask, Opens, Reading
 from evals.serving.budget import Budget, LookFile
 from evals.serving.executor import Executor, Throughput
-from evals.serving.http_lm import AskBuilder, RunningScorer, ScoredReply, WindowedTask, ask_windows, score_windows
+from evals.serving.http_lm import AskBuilder, RunningScorer, ScoredReply, WindowedTask, ask_windows, score_windows, templates_compiled_once
 from evals.serving.items import ItemStore
 from evals.serving.merge import plain, report_bytes
 from evals.serving.progress import Display, display
@@ -189,6 +189,7 @@ class SuiteRun:
 
     def __enter__(self) -> SuiteRun:
         self._stores = {path: self._stack.enter_context(ItemStore(self.folder / f"{path}.jsonl")) for path in PATHS}
+        self._stack.enter_context(templates_compiled_once())
         self._looks = LookFile(self.folder / "looks.json")
         return self
 

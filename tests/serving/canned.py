@@ -90,7 +90,9 @@ class CannedServer:
                     writer.transport.abort()
                     return
                 data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-                writer.write(f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+                writer.write(
+                    f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+                )
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
@@ -207,7 +209,9 @@ class CannedProcess:
     def __enter__(self):
         import subprocess
 
-        self.process = subprocess.Popen([sys.executable, __file__, str(self._path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, str(self._path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self.url = self.process.stdout.readline().strip()
         assert self.url.startswith("http")
         return self
