@@ -1,7 +1,7 @@
 """The perf lane: the matrix is whole and labelled, the timing machinery works on this machine, and what GPU records show.
 
-Light to import. Nothing here needs a GPU: `perf.layer` and `perf.step` judge published records of this code, and refuse where a speed may
-not be shown. A claim about the step stays unproven until whole steps are published.
+Light to import. On a GPU `perf.layer` and `perf.rank_step` measure here and now; elsewhere they judge published records of this code, and
+refuse where a speed may not be shown. `perf.step` is about whole steps on all ranks, and stays unproven until some are published.
 """
 
 from __future__ import annotations
@@ -67,6 +67,11 @@ LIMITS: Mapping[str, tuple[Limit, ...]] = {
     ),
     "perf.layer": FASTER,
     "perf.step": FASTER,
+    "perf.rank_step": (
+        _zero("waits_that_ran_out_count", "a step that gave up waiting has no time"),
+        _least("launches_count", 1, "a step of nothing has no time"),
+        Limit(measurement="over_floor", op=">=", bound=1.0, unit="1", why="faster than memory allows means that bytes were not read"),
+    ),
 }
 
 
@@ -98,6 +103,7 @@ def matrix(case: Case, targets: Mapping[str, Target]) -> Found:
     import os
     from pathlib import Path
 
+    from perf import rank_steps
     from perf.build import build, figures_data, speed_ups, write
     from perf.markdown import tables
     from perf.matrix import Source
@@ -122,7 +128,7 @@ def matrix(case: Case, targets: Mapping[str, Target]) -> Found:
         ),
         _count("multipliers_without_conditions", sum(any(r.conditions.get(k) in (None, "", {}) for k in needed) for r in printed)),
     )
-    return measurements, {"tables": tables(made), "perf": figures_data(made)}
+    return measurements, {"tables": [*tables(made), *rank_steps.tables()], "perf": figures_data(made)}
 
 
 def _row(case: Case, candidate: str) -> dict[str, Any]:
@@ -182,6 +188,22 @@ def workloads(case: Case, targets: Mapping[str, Target]) -> Found:
     return tuple(measurements), {"source": "cpu_engine", "tables": [workload_table(found)]}
 
 
+def layer(case: Case, targets: Mapping[str, Target]) -> Found:
+    """One rank's layer beside stock: timed here where that is possible, else as published."""
+    from perf import live
+
+    return published(case, targets) if live.reasons_against() else live.layer(int(case.params["tp"]), int(case.params["rows"]))
+
+
+def rank_step(case: Case, targets: Mapping[str, Target]) -> Found:
+    """One rank's whole step: timed here where that is possible, else as published."""
+    from perf import live
+    from perf.rank_steps import published_step
+
+    tp, rows = int(case.params["tp"]), int(case.params["rows"])
+    return published_step(tp, rows) if live.reasons_against() else live.rank_step(tp, rows)
+
+
 def published(case: Case, targets: Mapping[str, Target]) -> Found:
     """Speed-up of a published cell with the quartiles of both sides against it. Refused, with every reason, where none may be shown."""
     from perf.markdown import conditions_text
@@ -219,6 +241,7 @@ def published(case: Case, targets: Mapping[str, Target]) -> Found:
 def checks() -> list[Check]:
     shapes = tuple(Case(subject="nano", params={"requests": n, "q": q}) for n, q in ((1, 1), (8, 1), (64, 1)))
     grid = tuple({"tp": tp, "rows": rows} for tp in TPS for rows in ROWS)
+    deep = tuple(Case(subject="rank_step", params={"tp": 16, "rows": rows}) for rows in (1, 8, 64))
     both = ("candidate", "stock")
     return [
         PerfCheck(id="perf.matrix", claim="C-PERF-2", planned=(Case(subject="kimi-k3"),), measured_by=matrix),
@@ -232,7 +255,8 @@ def checks() -> list[Check]:
             measured_by=acceptance, roles=both,
         ),
         PerfCheck(id="perf.workloads", claim="C-PERF-2", planned=(Case(subject="nano"),), measured_by=workloads, roles=both),
-        PerfCheck(id="perf.layer", claim="C-PERF-1", planned=tuple(Case(subject="layer", params=p) for p in grid), measured_by=published),
+        PerfCheck(id="perf.layer", claim="C-PERF-1", planned=tuple(Case(subject="layer", params=p) for p in grid), measured_by=layer),
+        PerfCheck(id="perf.rank_step", claim="C-PERF-2", planned=deep, measured_by=rank_step, profiles=("gpu",)),
         PerfCheck(
             id="perf.step", claim="C-PERF-1", planned=tuple(Case(subject="step", params=p) for p in grid), measured_by=published,
             profiles=("gpu", "serving"),

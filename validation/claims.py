@@ -120,7 +120,7 @@ CLAIMS: tuple[Claim, ...] = (
         id="C-PERF-2",
         sentence="Every cell of the matrix has a named source or a reason for refusal, and stock timed against stock is no difference.",
         lane="perf",
-        checks=("perf.matrix", "perf.self_check", "perf.cpu_engine", "perf.acceptance", "perf.workloads"),
+        checks=("perf.matrix", "perf.self_check", "perf.cpu_engine", "perf.acceptance", "perf.workloads", "perf.rank_step"),
         required_in=("embedded", "gpu"),
         proven_by="make perf",
     ),

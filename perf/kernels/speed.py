@@ -20,7 +20,7 @@ from perf.kernels.conditions import Card
 from perf.kernels.layer import LayerLoop
 from perf.kernels.operands import Maker
 from perf.kernels.stock_layer import LAUNCHES, StockLayer, adopt_routing, state_for
-from perf.kernels.timing import Timed, capture, copy_rate_bytes_per_s, measured
+from perf.kernels.timing import Measured, Timed, capture, copy_rate_bytes_per_s, measured
 from perf.roofline import EXPERT_OPS, Traffic, traffic
 from perf.stats import paired_ratio
 
@@ -75,6 +75,13 @@ def count_distinct(chosen: dict[int, torch.Tensor]) -> dict[int, int]:
     return {layer: int(ids.unique().numel()) for layer, ids in chosen.items()}
 
 
+def untimed(record: dict[str, Any], found: Measured) -> dict[str, Any]:
+    """The record without its times: the card slowed itself down in every attempt."""
+    kept = ("case", "op", "what", "kernel", "conditions", "throttled_attempts_discarded_count")
+    why = f"the card throttled in every attempt: {', '.join(found.throttled)}; no time is shown"
+    return {**{name: record[name] for name in kept if name in record}, "error": why}
+
+
 class LayerBench:
     """All loops of one rank count: they share weights, which are too large to make twice."""
 
@@ -121,9 +128,7 @@ class LayerBench:
         }
         for name in ABLATIONS:
             record |= times_of(name, found.times[name]) | ratio_of(f"{name}_over_fused", found.times[name], found.times["fused"])
-        if found.throttled:
-            record["error"] = f"the card throttled in every attempt: {', '.join(found.throttled)}; no time is shown"
-        return record, loops["fused"]
+        return (untimed(record, found) if found.throttled else record), loops["fused"]
 
 
 def _issue(stock: list[StockLayer]) -> None:
@@ -145,6 +150,9 @@ def layers(records: Any, profiles: Any, tps: tuple[int, ...] = (8, 16), shapes: 
                 records.add({"case": f"k3-tp{tp}-r{rows}-q{q}", "error": f"out of memory: {str(error)[:200]}"})
                 continue
             records.add(record)
+            if "error" in record:
+                print(record["case"], record["error"], flush=True)
+                continue
             print(record["case"], {k: v for k, v in record.items() if k.endswith("_us")}, record["speedup"], record["over_floor"],
                   record["self_check_decision"], flush=True)  # fmt: skip
             if rows in PROFILED and q == 1:
@@ -224,7 +232,7 @@ def _one_launch(launch: Launch, shard: Shard, rows: int, card: Card, rate: float
         "throttled_attempts_discarded_count": found.discarded_count,
     }
     if found.throttled:
-        record["error"] = f"the card throttled in every attempt: {', '.join(found.throttled)}; no time is shown"
+        return untimed(record, found)
     return record
 
 

@@ -15,7 +15,7 @@ from kimi_k3_decode.config import K3, Shard
 from kimi_k3_decode.launches import launch_graph
 from perf.kernels.conditions import Card
 from perf.kernels.layer import RankLoop, two_steps
-from perf.kernels.speed import count_distinct, ratio_of, times_of, traffic_of
+from perf.kernels.speed import count_distinct, ratio_of, times_of, traffic_of, untimed
 from perf.kernels.timing import capture, copy_rate_bytes_per_s, measured
 
 SHAPES = ((1, 1), (8, 1), (64, 1), (64, 8))  # (rows, tokens a request)
@@ -36,7 +36,7 @@ def steps(records: Any, tp: int = 16, shapes: tuple[tuple[int, int], ...] = SHAP
     for rows, q in shapes:
         case = f"k3-step-tp{tp}-r{rows}-q{q}"
         try:
-            record = _one(case, tp, rows, q, card, rate, weights, replays)
+            record = one_step(case, tp, rows, q, card, rate, weights, replays)
         except torch.OutOfMemoryError as error:
             record = {"case": case, "error": f"out of memory: {str(error)[:200]}"}
         records.add(record)
@@ -44,7 +44,10 @@ def steps(records: Any, tp: int = 16, shapes: tuple[tuple[int, int], ...] = SHAP
         torch.cuda.empty_cache()
 
 
-def _one(case: str, tp: int, rows: int, q: int, card: Card, rate: float, weights: dict[str, torch.Tensor], replays: int) -> dict[str, Any]:
+def one_step(
+    case: str, tp: int, rows: int, q: int, card: Card, rate: float, weights: dict[str, torch.Tensor], replays: int = 24
+) -> dict[str, Any]:
+    """The record of one shape. `weights` are made where they are missing, and kept in it for the next shape."""
     begin = time.perf_counter()
     lengths = [CONTEXT_TOKENS] * (rows // q)
     loop = RankLoop(K3, two_steps(K3, tp, rows, q), lengths=lengths, shared_weights=weights).connect()
@@ -84,7 +87,7 @@ def _one(case: str, tp: int, rows: int, q: int, card: Card, rate: float, weights
         "prepared_s": round(prepared_s, 1),
     }
     if found.throttled:
-        record["error"] = f"the card throttled in every attempt: {', '.join(found.throttled)}; no time is shown"
-    elif record["waits_that_ran_out_count"]:
+        return untimed(record, found)
+    if record["waits_that_ran_out_count"]:
         record["error"] = "a wait ran out; no time is shown"
     return record

@@ -9,7 +9,7 @@ import pytest
 
 from perf.kernels import sanitize, timing
 from perf.kernels.__main__ import CHECKED, SHAPES, arguments, check_jobs
-from perf.kernels.conditions import Card, Watch
+from perf.kernels.conditions import Card
 from perf.kernels.timing import measured, timed
 
 CLEAN = "checked: 62 cases, 0 failed\n========= ERROR SUMMARY: 0 errors\n"
@@ -55,7 +55,7 @@ class Nvml:
     def __init__(self, slow: int) -> None:
         self.slow = slow
 
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle) -> int:  # noqa: N802 - NVML's name
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle) -> int:
         self.slow -= 1
         return 0x40 if self.slow >= 0 else 0x1
 
@@ -78,7 +78,6 @@ def test_a_throttled_measurement_is_taken_again_and_said_so(monkeypatch, slow, d
 
 
 def test_conditions_tell_extremes_and_memory_errors() -> None:
-    watch = Watch()
     with card(0).watching() as watch:
         pass
     told = watch.summary()
