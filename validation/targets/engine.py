@@ -3,6 +3,7 @@
 A path is anything with `step(batch, caches, *, routing=None, taps=False) -> StepOutput`. A candidate is named on the command line:
 
     specialized       the path of this project (`kimi_k3_decode.step.SpecializedPath`)
+    kernels           the compiled kernels on this machine's GPU (`validation.targets.kernels.KernelPath`)
     stock             the stock path again: the identical control, which must pass everything
     <mutant id>       a wrong candidate of `validation.mutants`; `path_factory(id)` there gives its factory
     module:factory    anything importable; `factory(weights)` returns the path
@@ -173,6 +174,8 @@ def find_candidate(name: str) -> PathFactory:
         return build_stock
     if name == "specialized":
         return _attribute("kimi_k3_decode.step", "SpecializedPath", name)
+    if name == "kernels":
+        return _attribute("validation.targets.kernels", "KernelPath", name)
     if ":" in name:
         module, _, attribute = name.partition(":")
         return _attribute(module, attribute, name)

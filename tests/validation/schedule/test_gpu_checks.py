@@ -105,3 +105,18 @@ def test_caches_of_two_ranks_are_put_together() -> None:
     second.layers[NANO.mla_layers[0]].pages_PTC[1] += 1
     with pytest.raises(ValueError, match="different pages"):
         gpu_runs.merged((first, second))
+
+
+def test_the_candidate_kernels_keeps_the_callers_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    from validation.targets import kernels
+    from validation.targets.engine import find_candidate
+
+    weights = random_weights(NANO, seed=0)
+    monkeypatch.setattr(kernels, "DEVICE", "cpu")
+    monkeypatch.setattr(gpu_step, "GpuPath", SpecializedPath)
+    start = gpu.filled_caches(NANO, 2, 2, seed=6)
+    results = []
+    for path in (SpecializedPath(weights), find_candidate("kernels")(weights)):
+        caches = gpu_runs.on_device(start, "cpu")
+        results.append(gpu_runs.digest(gpu.walk(path, caches, 2, 6), caches))
+    assert results[0] == results[1]
