@@ -28,11 +28,13 @@ from validation.ordering.corpus_build import toolchain
 from validation.ordering.corpus_cases import ARCHITECTURES
 from validation.ordering.findings import Report, to_json
 from validation.ordering.manifest import Manifest, read_manifest, starter_manifest
-from validation.ordering.model import LaunchFacts, RoleMap
+from validation.ordering.model import Finding, LaunchFacts, RoleMap, Severity
+from validation.ordering.observed import Trace, observed_roles, read_trace
 from validation.ordering.own_compile import SCOPES
 from validation.ordering.own_kernels import kernels_exist
 from validation.ordering.rule_texts import rule_text
 from validation.ordering.sarif import to_sarif
+from validation.ordering.units import match_ptx
 
 FORMATS = ("text", "json", "sarif")
 app = typer.Typer(help=__doc__, add_completion=False)
@@ -41,6 +43,7 @@ Paths = Annotated[list[Path] | None, typer.Argument(help="Cubins, PTX, fat binar
 ManifestOption = Annotated[Path | None, typer.Option("--manifest", "-m", help="TOML with the roles of the parameters.")]
 GraphOption = Annotated[list[Path] | None, typer.Option("--graph", "-g", help="Launch graph: TOML, or JSON of a captured CUDA graph.")]
 Arch = Annotated[list[str] | None, typer.Option(help="Only this architecture (repeatable), e.g. sm_90a.")]
+ObservedOption = Annotated[Path | None, typer.Option("--observed", help="Trace of real launches: roles seen on a GPU (see `observed.py`).")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the document (or the starter manifest) here.")]
 
 
@@ -49,6 +52,7 @@ def audit(
     paths: Paths = None,
     manifest: ManifestOption = None,
     graph: GraphOption = None,
+    observed: ObservedOption = None,
     arch: Arch = None,
     output_format: Annotated[str, typer.Option("--format", "-f", help="text | json | sarif")] = "text",
     output: Output = None,
@@ -67,13 +71,14 @@ def audit(
     if explain is not None:
         return _explain(explain, console)
     _check_options(output_format, arch or [], scope, bool(paths or graph), init)
+    trace = read_trace(observed) if observed is not None else None
     if init:
-        return _init(paths or [], arch, output)
+        return _init(paths or [], arch, output, trace)
     if paths or graph:
-        report = _audit_paths(paths or [], graph or [], manifest, arch, jobs)
+        report = _audit_paths(paths or [], graph or [], manifest, arch, jobs, trace)
         corpus_report = None
     else:
-        report, corpus_report = _audit_project(scope, tuple(arch or ARCHITECTURES), corpus, jobs, console, quiet)
+        report, corpus_report = _audit_project(scope, tuple(arch or ARCHITECTURES), corpus, jobs, console, quiet, trace)
     versions = toolchain()
     if record:
         rows = drift.write_record(record_file, report.results, versions)
@@ -106,7 +111,7 @@ def _explain(rule: str, console: Console) -> int:
     return _close(Status.PASS, None, rule=rule.upper())
 
 
-def _init(paths: list[Path], archs: list[str] | None, output: Path | None) -> int:
+def _init(paths: list[Path], archs: list[str] | None, output: Path | None, trace: Trace | None) -> int:
     inputs = driver.sort_inputs(paths)
     loaded, texts = driver.load(inputs.binaries, archs[0] if archs else None)
     if not loaded.kernels:
@@ -114,9 +119,10 @@ def _init(paths: list[Path], archs: list[str] | None, output: Path | None) -> in
             f"init: got no kernel in {[str(p) for p in paths]} ({'; '.join(e.reason for e in loaded.errors[:3])}), needs some"
         )
     results = {
-        (k.name, k.arch): audit_kernel(k, RoleMap(source="none"), driver.match_ptx(k, texts), LaunchFacts(pdl=True)) for k in loaded.kernels
+        (k.name, k.arch): audit_kernel(k, RoleMap(source="none"), match_ptx(k, texts.get(k.name, ())), LaunchFacts(pdl=True))
+        for k in loaded.kernels
     }
-    document = starter_manifest(loaded.kernels, results)
+    document = starter_manifest(loaded.kernels, results, observed_roles(trace) if trace is not None else {})
     if output is None:
         print(document)
     else:
@@ -124,14 +130,16 @@ def _init(paths: list[Path], archs: list[str] | None, output: Path | None) -> in
     return _close(Status.PASS, output, kernels=len(results))
 
 
-def _audit_paths(paths: list[Path], graphs: list[Path], manifest: Path | None, archs: list[str] | None, jobs: int) -> Report:
+def _audit_paths(
+    paths: list[Path], graphs: list[Path], manifest: Path | None, archs: list[str] | None, jobs: int, trace: Trace | None
+) -> Report:
     inputs = driver.sort_inputs(paths, graphs)
     known = read_manifest(manifest) if manifest is not None else Manifest()
-    return driver.audit_inputs(inputs, known, arch=archs[0] if archs else None, jobs=jobs)
+    return driver.audit_inputs(inputs, known, arch=archs[0] if archs else None, jobs=jobs, observed=trace)
 
 
 def _audit_project(
-    scope: str, archs: tuple[str, ...], corpus: bool, jobs: int, console: Console, quiet: bool
+    scope: str, archs: tuple[str, ...], corpus: bool, jobs: int, console: Console, quiet: bool, trace: Trace | None
 ) -> tuple[Report, corpus_run.CorpusReport | None]:
     started = time.perf_counter()
 
@@ -146,7 +154,7 @@ def _audit_project(
     if not kernels_exist():
         say("the project has no kernels yet: the path itself is not proven")
         return Report(), corpus_report
-    report, _ = driver.audit_own(scope, archs, jobs=jobs, say=say)
+    report, _ = driver.audit_own(scope, archs, jobs=jobs, observed=trace, say=say)
     return report, corpus_report
 
 
@@ -163,7 +171,9 @@ def _finish(
         text.print_report(report, console, verbose=verbose)
         if corpus is not None:
             text.print_corpus(corpus, console)
-        return _close(status, output, findings=len(report.findings), kernels=len(report.results))
+        return _close(status, output, findings=len(report.findings), kernels=len(report.results), **_why(status, report, corpus))
+    if why := _why(status, report, corpus):
+        console.print(f"{status.value}: {why['reason']}", markup=False)  # on standard error, whatever becomes of the document
     document: dict[str, Any] = to_json(report) if output_format == "json" else to_sarif(report)
     if output is None:  # the document is the last line itself
         if output_format == "json":
@@ -171,7 +181,23 @@ def _finish(
         print(json.dumps(document), flush=True)
         return EXIT_CODES[status]
     _write(output, json.dumps(document, indent=1) + "\n")
-    return _close(status, output, findings=len(report.findings), kernels=len(report.results))
+    return _close(status, output, findings=len(report.findings), kernels=len(report.results), **_why(status, report, corpus))
+
+
+def _why(status: Status, report: Report, corpus: corpus_run.CorpusReport | None) -> dict[str, str]:
+    """{"reason": ...} of anything but a pass: what was found, read or finished wrongly, the first of each."""
+    if status is Status.PASS:
+        return {}
+    rules: dict[str, list[Finding]] = {}
+    for finding in report.findings:
+        if finding.level is not Severity.NOTE:
+            rules.setdefault(finding.rule, []).append(finding)
+    parts = [f"{rule} x {len(found)}, first in {found[0].kernel or 'module'}: {found[0].message}" for rule, found in sorted(rules.items())]
+    parts += [f"{len(report.errors)} files not audited, first {e.path}: {e.reason}" for e in report.errors[:1]]
+    parts += [f"{len(report.incomplete)} analyses not finished, first {name}" for name in report.incomplete[:1]]
+    if corpus is not None:
+        parts += [f"{len(corpus.bad)} corpus cases wrong, first {bad.case} ({bad.arch}) {bad.state.value}" for bad in corpus.bad[:1]]
+    return {"reason": "; ".join(parts) or "nothing was audited"}
 
 
 def _close(status: Status, output: Path | None, **fields: Any) -> int:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import datetime
 import fnmatch
-import hashlib
-import os
-import pickle
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,9 +19,22 @@ from validation.ordering.graph_inputs import from_plan, read_graph
 from validation.ordering.graph_order import StepGraph, Waits
 from validation.ordering.launch_graph import check_graph
 from validation.ordering.manifest import Manifest, renamed, suppress
-from validation.ordering.model import AuditResult, FileError, Finding, KernelBinary, Loaded, Parameter, PtxKernel, Role, RoleMap, When
+from validation.ordering.model import (
+    AuditResult,
+    FileError,
+    Finding,
+    KernelBinary,
+    LaunchFacts,
+    Loaded,
+    Parameter,
+    PtxKernel,
+    Role,
+    RoleMap,
+    When,
+)
+from validation.ordering.observed import Trace, contradictions, observed_roles, role_map, trace_json, unseen_stores
 from validation.ordering.own_kernels import OwnBuild, OwnKernel, build_own
-from validation.ordering.pool import Job, audit_many, engine_digest
+from validation.ordering.units import Unit, audit_units, units_of
 
 RECORD = Path(__file__).parent / "recorded.json"
 GRAPH_SUFFIXES = (".toml", ".json")
@@ -62,16 +71,6 @@ def _has_binaries(folder: Path) -> bool:
     return any(path.suffix in (".cubin", ".ptx", ".so", ".o", ".whl", ".fatbin") for path in folder.rglob("*") if path.is_file())
 
 
-def match_ptx(kernel: KernelBinary, texts: Mapping[str, Sequence[PtxKernel]]) -> PtxKernel | None:
-    """The PTX of a kernel: same name, and the same target where there are several."""
-    found = texts.get(kernel.name, ())
-    same = [text for text in found if text.target.rstrip("af") == kernel.arch.rstrip("af")]
-    if len(same) > 1:
-        stem = kernel.path.partition("!")[0].rpartition(".")[0]
-        same = [text for text in same if text.path.partition("!")[0].rpartition(".")[0] == stem] or same
-    return same[0] if same else None
-
-
 def load(paths: Sequence[Path], arch: str | None = None) -> tuple[Loaded, dict[str, list[PtxKernel]]]:
     """Kernels below these paths, and their PTX by name."""
     loaded = load_binaries(list(paths), arch)
@@ -81,25 +80,57 @@ def load(paths: Sequence[Path], arch: str | None = None) -> tuple[Loaded, dict[s
     return loaded, texts
 
 
+@dataclass(frozen=True)
+class ManifestFacts:
+    """Roles from a manifest, else as observed in a trace; launch facts from the manifest."""
+
+    manifest: Manifest
+    observed: Trace | None = None
+
+    def roles(self, kernel: KernelBinary) -> RoleMap:
+        if self.observed is not None and self.manifest.entry(kernel.name) is None:
+            seen = observed_roles(self.observed).get(kernel.name)
+            if seen is not None:
+                return role_map(seen, self.observed.path)
+        return self.manifest.roles(kernel)
+
+    def launch(self, kernel: KernelBinary) -> LaunchFacts:
+        return self.manifest.launch(kernel)
+
+    def token(self) -> str:
+        seen = trace_json(self.observed) if self.observed is not None else ""
+        return repr((self.manifest.kernels, seen))
+
+
+def _folder(cache: Path | None) -> Path:
+    return writable_cache(cache) / "results"
+
+
 def audit_inputs(
-    inputs: Inputs, manifest: Manifest, *, arch: str | None = None, jobs: int = 2, today: datetime.date | None = None
+    inputs: Inputs,
+    manifest: Manifest,
+    *,
+    arch: str | None = None,
+    jobs: int = 2,
+    today: datetime.date | None = None,
+    cache: Path | None = None,
+    observed: Trace | None = None,
 ) -> Report:
-    """Audit somebody's binaries, sources and launch graphs. Raises HarnessError for a bad graph or manifest."""
+    """Audit somebody's binaries, sources and launch graphs. Raises HarnessError for a bad graph or manifest.
+
+    Results are kept in `cache` (default: the project's own) by the content of each file. `observed` gives roles where the manifest
+    has none.
+    """
     started = time.perf_counter()
     findings: list[Finding] = []
     results: list[AuditResult] = []
     errors: list[FileError] = []
-    if inputs.binaries:
-        loaded, texts = load(inputs.binaries, arch)
-        errors += loaded.errors
-        roles = {(kernel.name, kernel.arch): manifest.roles(kernel) for kernel in loaded.kernels}
-        work = [
-            Job(kernel=kernel, roles=roles[(kernel.name, kernel.arch)], ptx=match_ptx(kernel, texts), launch=manifest.launch(kernel))
-            for kernel in loaded.kernels
-        ]
-        for kernel, result in zip(loaded.kernels, audit_many(work, jobs), strict=True):
-            finished = finish(result, roles[(kernel.name, kernel.arch)], inputs.sources)
-            named = tuple(renamed(finding, kernel, roles[(kernel.name, kernel.arch)]) for finding in finished.findings)
+    for answer in audit_units(units_of(inputs.binaries, ManifestFacts(manifest, observed), arch), workers=jobs, cache=_folder(cache)):
+        errors += answer.errors
+        for kernel, result in zip(answer.kernels, answer.results, strict=True):
+            roles = ManifestFacts(manifest, observed).roles(kernel)
+            finished = finish(result, roles, inputs.sources)
+            named = tuple(renamed(finding, kernel, roles) for finding in finished.findings)
             results.append(replace(finished, findings=named))
             findings += named
     linted = lint.lint_paths(inputs.sources, weights_of(manifest)) if inputs.sources else None
@@ -164,9 +195,13 @@ def audit_own(
     cache: Path | None = None,
     jobs: int = 2,
     changed: Mapping[str, Role] | None = None,
+    observed: Trace | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[Report, OwnBuild]:
-    """Compile and audit the project's kernels, lint its sources and check the launch graph of its plan."""
+    """Compile and audit the project's kernels, lint its sources and check the launch graph of its plan.
+
+    With `observed`, the contracts are also held against what a GPU did.
+    """
     started = time.perf_counter()
     say(f"compiling the project's kernels ({scope}, {', '.join(archs)})")
     build = build_own(scope, archs, cache=cache, jobs=jobs)
@@ -178,6 +213,7 @@ def audit_own(
     say("ordering the launches of a step")
     launches, races = audit_plan(waits_by_op(build.kernels, results), early_by_op(build.kernels, results))
     findings = [finding for result in results for finding in result.findings] + list(linted.findings) + races
+    findings += observed_findings(observed, build.kernels, results) if observed is not None else []
     report = Report(
         results=tuple(results),
         findings=tuple(findings),
@@ -190,6 +226,23 @@ def audit_own(
     return report, build
 
 
+@dataclass(frozen=True)
+class OwnFacts:
+    """Roles of one compiled variant from its contract."""
+
+    kernel: OwnKernel
+    changed: Mapping[str, Role] | None = None
+
+    def roles(self, kernel: KernelBinary) -> RoleMap:
+        return self.kernel.roles(self.changed)
+
+    def launch(self, kernel: KernelBinary) -> LaunchFacts:
+        return self.kernel.launch()
+
+    def token(self) -> str:
+        return repr((sorted(self.kernel.roles(self.changed).by_index.items()), self.kernel.launch()))
+
+
 def audit_kernels(
     kernels: Sequence[OwnKernel], *, jobs: int = 2, changed: Mapping[str, Role] | None = None, cache: Path | None = None
 ) -> tuple[list[AuditResult], list[FileError]]:
@@ -197,46 +250,20 @@ def audit_kernels(
 
     `cache` is a folder of earlier results, by the content of binary and PTX, the roles and the audit's own sources.
     """
-    stored = {kernel.name: read_result(_entry(cache, kernel, changed)) for kernel in kernels}
-    fresh, errors = _audit_fresh([kernel for kernel in kernels if stored[kernel.name] is None], jobs, changed)
-    for kernel in kernels:
-        result = fresh.get(kernel.name)
-        if result is not None and result.complete:
-            write_result(_entry(cache, kernel, changed), result)
-    found = [(kernel, stored[kernel.name] or fresh.get(kernel.name)) for kernel in kernels]
-    return [_named(kernel, result) for kernel, result in found if result is not None], errors
-
-
-def _entry(cache: Path | None, kernel: OwnKernel, changed: Mapping[str, Role] | None) -> Path | None:
-    if cache is None:
-        return None
-    digest = hashlib.sha256(engine_digest().encode() + kernel.cubin.read_bytes() + kernel.ptx.read_bytes())
-    digest.update(repr((sorted(kernel.roles(changed).by_index.items()), kernel.launch())).encode())
-    return cache / "results" / f"{digest.hexdigest()}.pickle"
-
-
-def _audit_fresh(
-    kernels: Sequence[OwnKernel], jobs: int, changed: Mapping[str, Role] | None
-) -> tuple[dict[str, AuditResult], list[FileError]]:
-    if not kernels:
-        return {}, []
-    loaded, _ = load([path for kernel in kernels for path in (kernel.cubin, kernel.ptx)])
-    binaries = {kernel.path: kernel for kernel in loaded.kernels}
-    texts = {text.path: text for text in loaded.ptx}
-    errors = list(loaded.errors)
-    errors += [FileError(path=k.variant, reason="its cubin holds no kernel") for k in kernels if str(k.cubin) not in binaries]
-    known = [kernel for kernel in kernels if str(kernel.cubin) in binaries]
-    work = []
-    for kernel in known:
-        binary = binaries[str(kernel.cubin)]
-        described = sum(param["count"] for param in kernel.params)
-        if described != len(binary.parameters):
-            errors.append(
-                FileError(path=kernel.variant, reason=f"parameters: got {len(binary.parameters)}, needs the {described} of its contract")
-            )
-        work.append(Job(kernel=binary, roles=kernel.roles(changed), ptx=texts.get(str(kernel.ptx)), launch=kernel.launch()))
-    results = audit_many(work, jobs)
-    return {k.name: finish(result, k.roles(changed)) for k, result in zip(known, results, strict=True)}, errors
+    units = [Unit((kernel.cubin, kernel.ptx), OwnFacts(kernel, changed)) for kernel in kernels]
+    results: list[AuditResult] = []
+    errors: list[FileError] = []
+    for kernel, answer in zip(kernels, audit_units(units, workers=jobs, cache=cache and cache / "results"), strict=True):
+        errors += answer.errors
+        if not answer.results:
+            errors.append(FileError(path=kernel.variant, reason="its cubin holds no kernel"))
+        for binary, result in zip(answer.kernels, answer.results, strict=True):
+            described = sum(param["count"] for param in kernel.params)
+            if described != len(binary.parameters):
+                reason = f"parameters: got {len(binary.parameters)}, needs the {described} of its contract"
+                errors.append(FileError(path=kernel.variant, reason=reason))
+            results.append(_named(kernel, finish(result, kernel.roles(changed))))
+    return results, errors
 
 
 def _named(kernel: OwnKernel, result: AuditResult) -> AuditResult:
@@ -244,25 +271,22 @@ def _named(kernel: OwnKernel, result: AuditResult) -> AuditResult:
     return replace(result, kernel=name, findings=tuple(replace(finding, kernel=name) for finding in result.findings))
 
 
-def read_result(path: Path | None) -> AuditResult | None:
-    """A stored result; None when there is none that can be read."""
-    if path is None:
-        return None
-    try:
-        found = pickle.loads(path.read_bytes())
-    except Exception:  # a damaged entry is recomputed, whatever is wrong with it
-        return None
-    return found if isinstance(found, AuditResult) else None
-
-
-def write_result(path: Path | None, result: AuditResult) -> None:
-    """Store a result (temporary file, then rename)."""
-    if path is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".entry-", delete=False) as file:
-        pickle.dump(result, file, protocol=pickle.HIGHEST_PROTOCOL)
-    os.replace(file.name, path)
+def observed_findings(trace: Trace, kernels: Sequence[OwnKernel], results: Sequence[AuditResult]) -> list[Finding]:
+    """Where contracts or the audit's stores disagree with a trace. Raises HarnessError when the trace holds none of these kernels."""
+    seen = observed_roles(trace)
+    owners = {f"{kernel.model} {kernel.variant}": kernel for kernel in kernels}
+    findings: list[Finding] = []
+    matched = False
+    for result in results:
+        kernel = owners[result.kernel]
+        if kernel.variant not in seen:
+            continue
+        matched = True
+        findings += contradictions(result.kernel, result.arch, kernel.roles(), seen[kernel.variant])
+        findings += unseen_stores(result, [launch for launch in trace.launches if launch.kernel == kernel.variant])
+    if not matched:
+        raise HarnessError(f"trace {trace.path}: got {', '.join(trace.kernels[:3])} ..., needs kernels of this scope; try --scope full")
+    return findings
 
 
 def waits_by_op(kernels: Sequence[OwnKernel], results: Sequence[AuditResult]) -> dict[str, Waits]:

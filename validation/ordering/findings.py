@@ -42,7 +42,8 @@ class Report:
     def status(self) -> Status:
         """Fail, not proven or pass, as the module says."""
         serious = [f for f in self.findings if f.level in (Severity.ERROR, Severity.WARNING)]
-        if any(finding.rule not in UNKNOWN_RULES for finding in serious):
+        # A role that was contradicted by what happened is a fault; one that nobody gave is a hole.
+        if any(finding.rule not in UNKNOWN_RULES or finding.level is Severity.ERROR for finding in serious):
             return Status.FAIL
         audited = self.results or self.linted_files or self.graph_launches
         if serious or self.errors or self.incomplete or not audited:

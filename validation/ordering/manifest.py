@@ -35,6 +35,7 @@ from typing import Any
 
 from validation.core.types import HarnessError
 from validation.ordering.model import RULES, AuditResult, Finding, KernelBinary, LaunchFacts, Parameter, ParamRef, Role, RoleEntry, RoleMap
+from validation.ordering.observed import ObservedRole
 
 _PARAM = re.compile(r"p(\d+)(?:\+(\d+))?")
 _TOP = {"kernel", "suppress", "lint"}
@@ -238,11 +239,15 @@ def suppress(findings: Iterable[Finding], suppressions: Sequence[Suppression], t
 
 
 # ---- starter ----
-def starter_manifest(kernels: Sequence[KernelBinary], results: Mapping[tuple[str, str], AuditResult]) -> str:
+def starter_manifest(
+    kernels: Sequence[KernelBinary],
+    results: Mapping[tuple[str, str], AuditResult],
+    observed: Mapping[str, Mapping[int, ObservedRole]] | None = None,
+) -> str:
     """A first manifest from what the binaries show: every parameter with its size and how it is used; roles are for the owner to fill in.
 
     `results` are audits without roles, by (kernel, arch). Scalars (no access derives from them) are filled in; pointers stay "unknown",
-    which the audit reports as MO013 until somebody decides.
+    which the audit reports as MO013 until somebody decides, except where a trace shows what they are: `observed`, by kernel and index.
     """
     lines = ["# Starter manifest: decide the role of every pointer and say why.", ""]
     lines += ["# Roles: " + " | ".join(role.value for role in Role if role is not Role.UNKNOWN), ""]
@@ -256,12 +261,12 @@ def starter_manifest(kernels: Sequence[KernelBinary], results: Mapping[tuple[str
         ]
         lines.append("[kernel.params]")
         for parameter in result.parameters if result else kernel.parameters:
-            lines += _starter_lines(parameter, result)
+            lines += _starter_lines(parameter, result, (observed or {}).get(name, {}).get(parameter.index))
         lines.append("")
     return "\n".join(lines)
 
 
-def _starter_lines(parameter: Parameter, result: AuditResult | None) -> list[str]:
+def _starter_lines(parameter: Parameter, result: AuditResult | None, seen: ObservedRole | None) -> list[str]:
     uses: dict[int, set[str]] = {}
     for access in result.accesses if result else ():
         for base in access.bases:
@@ -274,14 +279,20 @@ def _starter_lines(parameter: Parameter, result: AuditResult | None) -> list[str
     lines = []
     for offset, words in sorted(uses.items()):
         key = f"p{parameter.index}" if offset == 0 else f'"p{parameter.index}+{offset}"'
-        lines.append(f'{key} = {{ role = "unknown", reason = ""{name} }}  # {parameter.size} bytes: {", ".join(sorted(words))}')
+        role, reason = (seen.role.value, seen.reason) if seen is not None and offset == 0 else ("unknown", "")
+        lines.append(
+            f'{key} = {{ role = "{role}", reason = {_quoted_text(reason)}{name} }}  # {parameter.size} bytes: {", ".join(sorted(words))}'
+        )
     return lines
 
 
 def _quoted(text: str) -> str:
     # Characters that a shell pattern would interpret are matched by themselves in brackets.
-    escaped = re.sub(r"([*?\[])", r"[\1]", text)
-    return '"' + escaped.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return _quoted_text(re.sub(r"([*?\[])", r"[\1]", text))
+
+
+def _quoted_text(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def renamed(finding: Finding, kernel: KernelBinary, roles: RoleMap) -> Finding:

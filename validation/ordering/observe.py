@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from validation.ordering.observed import HostWrite, Seen, SeenLaunch, Trace, trace_json
+from validation.ordering.own_kernels import kernel_sources
 
 STEPS = 4
 SEED = 23
@@ -321,7 +322,7 @@ def main(arguments: list[str] | None = None) -> int:
         writes += recorder.host_writes
         print(f"{recorder.graph}: {len(recorder.launches)} launches, {time.perf_counter() - started_at:.1f} s", flush=True)
         device = f"{name} (sm_{capability[0]}{capability[1]})"
-        trace = Trace(launches=tuple(launches), host_writes=tuple(writes), device=device, steps=STEPS)
+        trace = Trace(launches=tuple(launches), host_writes=tuple(writes), device=device, steps=STEPS, sources=kernel_sources())
         write_json(out / "trace.json", trace_json(trace))  # after each case, so that a later failure loses nothing
     try:
         write_json(out / "graph.json", {"device": name, **captured_graph()})

@@ -73,6 +73,7 @@ class Trace:
     host_writes: tuple[HostWrite, ...] = ()
     device: str = ""
     steps: int = 0
+    sources: str = ""  # digest of the kernels' sources, for the project's own
     path: str = ""
 
     @property
@@ -100,7 +101,8 @@ def read_trace(path: Path) -> Trace:
             for row in table["launches"]
         )
         host = tuple(HostWrite(**row) for row in table.get("host_writes", ()))
-        found = Trace(launches=launches, host_writes=host, device=str(table.get("device", "")), steps=int(table["steps"]), path=str(path))
+        device, sources = (str(table.get(name, "")) for name in ("device", "sources"))
+        found = Trace(launches=launches, host_writes=host, device=device, sources=sources, steps=int(table["steps"]), path=str(path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise HarnessError(f"trace {path}: got {type(error).__name__}: {error}, needs the documented form; see observed.py") from error
     if not launches or found.steps < 2:
@@ -113,6 +115,7 @@ def trace_json(trace: Trace) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "device": trace.device,
+        "sources": trace.sources,
         "steps": trace.steps,
         "launches": [{**vars(launch), "params": [vars(param) for param in launch.params]} for launch in trace.launches],
         "host_writes": [vars(write) for write in trace.host_writes],

@@ -89,18 +89,27 @@ def kernels_exist() -> bool:
 
 def source_digest() -> str:
     """SHA-256 (hex) of the sources and compiler that shape the binaries: an edit elsewhere compiles nothing again."""
-    parts = [PACKAGE / "config.py", PACKAGE / "kernels.py", *(PACKAGE / "device").rglob("*.py")]
-    parts += [path for path in (PACKAGE / "ops").rglob("*.py") if path.name != "oracle.py"]
-    return _digest(parts)
+    return _digest(_device_sources(), importlib.metadata.version("nvidia-cutlass-dsl"))
+
+
+def kernel_sources() -> str:
+    """SHA-256 (hex) of the sources alone, whatever compiles them: what a trace of launches belongs to."""
+    return _digest(_device_sources(), "")
 
 
 def plan_digest() -> str:
     """SHA-256 (hex) of everything that decides which binaries there are: the whole package, for a plan may ask anything."""
-    return _digest([*PACKAGE.glob("*.py"), *(PACKAGE / "device").rglob("*.py"), *(PACKAGE / "ops").rglob("*.py")])
+    paths = [*PACKAGE.glob("*.py"), *(PACKAGE / "device").rglob("*.py"), *(PACKAGE / "ops").rglob("*.py")]
+    return _digest(paths, importlib.metadata.version("nvidia-cutlass-dsl"))
 
 
-def _digest(paths: Sequence[Path]) -> str:
-    digest = hashlib.sha256(importlib.metadata.version("nvidia-cutlass-dsl").encode())
+def _device_sources() -> list[Path]:
+    parts = [PACKAGE / "config.py", PACKAGE / "kernels.py", *(PACKAGE / "device").rglob("*.py")]
+    return parts + [path for path in (PACKAGE / "ops").rglob("*.py") if path.name != "oracle.py"]
+
+
+def _digest(paths: Sequence[Path], compiler: str) -> str:
+    digest = hashlib.sha256(compiler.encode())
     for path in sorted(paths):
         digest.update(f"\0{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())
     digest.update((Path(__file__).parent / "own_compile.py").read_bytes())

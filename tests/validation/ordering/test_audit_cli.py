@@ -9,6 +9,7 @@ import pytest
 
 from validation.core.types import HarnessError
 from validation.ordering import cli, corpus_build, crosscheck
+from validation.ordering.binaries import load_binaries
 from validation.ordering.corpus_cases import CORPUS, load_cases
 from validation.ordering.model import AuditResult, Parameter, Role, RoleEntry, RoleMap
 from validation.ordering.own_kernels import OwnKernel
@@ -72,6 +73,54 @@ def test_the_same_load_of_a_weight_is_clean(capsys, built, tmp_path: Path) -> No
     path = tmp_path / "weights.toml"
     path.write_text(MANIFEST.format(x="weight"))
     assert run(capsys, built["load_before_wait"], "-m", path)[0] == 0
+
+
+@pytest.mark.parametrize("output_format", ["text", "json", "sarif"])
+def test_quiet_still_says_why_it_fails(capsys, built, manifest: Path, tmp_path: Path, output_format: str) -> None:
+    document = tmp_path / "report"
+    code, last, _ = run(capsys, built["load_before_wait"], "-m", manifest, "-q", "-f", output_format, "-o", document)
+    assert code == 1
+    assert "MO001 x 1" in last["reason"]
+    broken = tmp_path / "broken.cubin"
+    broken.write_bytes(b"nothing")
+    code, last, _ = run(capsys, broken, "-q", "-f", output_format, "-o", document)
+    assert code == 2
+    assert "broken.cubin" in last["reason"]
+    assert "not CUDA code" in last["reason"]
+
+
+def test_quiet_json_on_standard_output_says_why_on_standard_error(built, manifest: Path, capsys) -> None:
+    assert (
+        cli.app([str(x) for x in (built["load_before_wait"], "-m", manifest, "-q", "-f", "json", "--jobs", 1)], standalone_mode=False) == 1
+    )
+    assert "fail: MO001 x 1" in capsys.readouterr().err
+
+
+def trace_of(folder: Path, kernel: str, *, written: bool) -> Path:
+    """A trace in which an earlier kernel writes what p0 points to, or nobody does."""
+    params = [{"index": i, "address": 4096 * (i + 1), "bytes": 256, "changed": i == 2} for i in range(4)]
+    launches = [
+        {"step": step, "order": order, "kernel": name, "params": rows}
+        for step in (0, 1)
+        for order, (name, rows) in enumerate([("producer", [{**params[0], "changed": written}]), (kernel, params)])
+    ]
+    path = folder / "trace.json"
+    path.write_text(json.dumps({"schema": 1, "device": "pretend", "steps": 2, "launches": launches}))
+    return path
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_observed_roles_stand_in_for_a_manifest(capsys, built, tmp_path: Path, written: bool) -> None:
+    kernel = load_binaries(built["load_before_wait"]).kernels[0].name
+    code, last, out = run(capsys, built["load_before_wait"], "--observed", trace_of(tmp_path, kernel, written=written))
+    assert (code, last["findings"]) == ((1, 1) if written else (0, 0))
+    assert ("MO001" in out) == ("written by producer in the same step" in out) == written
+
+
+def test_starter_manifest_takes_observed_roles(capsys, built, tmp_path: Path) -> None:
+    kernel = load_binaries(built["load_before_wait"]).kernels[0].name
+    _, _, out = run(capsys, built["load_before_wait"], "--init", "--observed", trace_of(tmp_path, kernel, written=True))
+    assert 'role = "input", reason = "observed over 2 steps: written by producer in the same step"' in out
 
 
 def test_suppressed_finding_passes_and_is_shown(capsys, built, manifest: Path) -> None:
