@@ -32,7 +32,7 @@ from evals.tasks.docs import chat_messages, transcript
 from evals.tasks.loading import BY_REPEAT, RepeatedTask
 from validation.core.types import HarnessError
 
-WINDOW_ROWS = 32
+WINDOW_ROWS = 32  # asked together: the first request waits for its window
 WINDOW_REPLIES = 512  # rows times repeats that are scored together
 WINDOW_CHARACTERS = 24 << 20
 Scores = dict[str, float | None]
@@ -90,9 +90,9 @@ def templates_compiled_once() -> Iterator[None]:
         environment.from_string = compile_template  # type: ignore[method-assign]
 
 
-def windows(task: WindowedTask, rows: Sequence[int]) -> Iterator[list[int]]:
+def windows(task: WindowedTask, rows: Sequence[int], most_rows: int) -> Iterator[list[int]]:
     """Consecutive runs of `rows` that are small enough to be held at once."""
-    most = max(1, min(WINDOW_ROWS, WINDOW_REPLIES // int(task.config.repeats)))
+    most = max(1, min(most_rows, WINDOW_REPLIES // int(task.config.repeats)))
     size_of: Callable[[int], int] = getattr(task.all_docs, "size_of", lambda row: 0)
     window: list[int] = []
     characters = 0
@@ -175,7 +175,7 @@ def ask_windows(
 ) -> Iterator[list[Ask]]:
     """The requests of `rows` that are `wanted`, in order, repeats of an item together. Every row is built, wanted or not."""
     task.begin_pass()
-    for window in windows(task, rows):
+    for window in windows(task, rows, WINDOW_ROWS):
         task.open_window(window)
         task.build_all_requests(
             apply_chat_template=builder.chat,
@@ -263,7 +263,7 @@ def score_windows(
 ) -> Iterator[ScoredReply]:
     """lm-eval's evaluation of what is recorded, one reply after the other."""
     task.begin_pass()
-    for window in windows(task, rows):
+    for window in windows(task, rows, WINDOW_REPLIES):
         task.open_window(window)
         lm = ServedLM(builder, store, path, fingerprint, rows=window)
         outcome = lm_eval.evaluate(

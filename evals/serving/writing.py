@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 
@@ -15,7 +16,7 @@ from evals.serving.progress import Display
 
 QUEUE = 512
 BATCH = 128
-SCORE_WHILE_BELOW = 64  # answers waiting: with more, showing a score would hold up the records
+SCORING_SHARE = 0.05  # of the time that may go into scores that are only shown: some tasks take a second for one
 
 
 class Writer:
@@ -34,6 +35,7 @@ class Writer:
         self._store, self._fingerprint, self._path, self._reading = store, fingerprint, path, reading
         self._score, self._shown, self._title = score, shown, title
         self._queue: queue.Queue[tuple[Ask, Answer] | None] = queue.Queue(QUEUE)
+        self._score_again_at = 0.0
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name=f"records-{path}", daemon=True)
 
@@ -74,6 +76,10 @@ class Writer:
             self._shown.answered(self._title, self._shown_score(reply), reply.text is None)
 
     def _shown_score(self, reply: Reply) -> float | None:
-        if reply.text is None or self._queue.qsize() > SCORE_WHILE_BELOW:
+        started = time.monotonic()
+        if reply.text is None or started < self._score_again_at:
             return None
-        return self._score(int(reply.key.item), reply.text)
+        score = self._score(int(reply.key.item), reply.text)
+        ended = time.monotonic()
+        self._score_again_at = ended + (ended - started) / SCORING_SHARE
+        return score

@@ -1,7 +1,7 @@
 """A small OpenAI-compatible server for tests, over asyncio streams: scripted answers, latencies and faults, and a log of what it was asked.
 
-In a thread (`CannedServer(...)`, a context manager) tests read `log` directly; `python canned.py SCRIPT.json` runs it in a process of its own,
-prints its port, and answers GET /log and GET /load (time-weighted mean and share of requests in its hands).
+In a thread (`CannedServer(...)`, a context manager) tests read `log` directly; `CannedProcess` runs it in a process of its own, which also
+answers GET /log and GET /load (time-weighted mean of the requests in its hands).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from evals.policy import SuitePolicy
 from evals.serving.asking import Replica
 from evals.serving.suites import ServedPlan, SuiteSide
 
-WORDS = "amber birch cedar delta ember fjord grove heath inlet jetty knoll ledge".split()
+WORDS = ["amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "inlet", "jetty", "knoll", "ledge"]
 
 
 def write_lines(path: Path, rows: list[dict]) -> Path:
