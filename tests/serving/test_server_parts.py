@@ -78,6 +78,9 @@ def test_choosing() -> None:
     assert choose(logits, allowed=(0, 3)) == 3
     assert choose(logits, min_tokens=1) == 3  # the end of sequence is not allowed yet
     assert choose(logits, n_before=1, min_tokens=1) == 2
+    assert choose(logits, min_tokens=1, ignore_eos=True) == 2
+    with pytest.raises(ValueError, match="allowed"):
+        choose(logits, min_tokens=1, allowed=(EOS,))
     assert choose(logits, force=(0, 1)) == 0
     assert choose(logits, n_before=1, force=(0, 1), allowed=(3,)) == 1
     assert choose(logits, n_before=2, force=(0, 1)) == 2

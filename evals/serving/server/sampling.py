@@ -66,7 +66,9 @@ class Chooser:
             row = _only(row, asked.allowed)
         if n_before < asked.min_tokens:
             row = row.clone()
-            row[0, [self.eos_token_id, *asked.stop_token_ids]] = -torch.inf
+            row[0, [*([] if asked.ignore_eos else [self.eos_token_id]), *asked.stop_token_ids]] = -torch.inf
+        if not bool((row > -torch.inf).any()) and not bool(torch.isnan(row).any()):
+            raise ValueError("got no token that is allowed, needs one; allowed_token_ids holds only what min_tokens forbids")
         if asked.top_k and asked.temperature > 0 and asked.top_k < row.shape[1]:
             row = row.masked_fill(row < row.topk(asked.top_k, dim=-1).values[:, -1:], -torch.inf)
         return choose(row, self._law, [self._generator])[0]

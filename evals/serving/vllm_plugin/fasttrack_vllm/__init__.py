@@ -1,0 +1,1 @@
+"""Plug-ins for vLLM that the fast-track suite's serving lanes use."""
