@@ -92,8 +92,14 @@ def perf(lane: Lane) -> Section:
     return Section(figures=perf_figures.perf_figures(lane.records))
 
 
+def ordering(lane: Lane) -> Section:
+    from reports import ordering_section
+
+    return Section(tables=tuple(table for record in lane.records for table in ordering_section.timelines(record)))
+
+
 Builder = Callable[[Lane], Section]
-BUILDERS: Mapping[str, Builder] = {"numerics": numerics, "evals": evals, "perf": perf}
+BUILDERS: Mapping[str, Builder] = {"ordering": ordering, "numerics": numerics, "evals": evals, "perf": perf}
 
 
 def section_of(lane: Lane) -> Section:

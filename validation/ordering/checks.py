@@ -26,6 +26,8 @@ SCOPE_OF = {"sm_90a": "ends", "sm_100a": "ops", "sm_103a": "ops"}
 TIME_LIMIT_S = 900.0
 JOBS = 2
 MAX_ROWS = 40  # of a table in the details
+MAX_TIMELINES = 12  # kernels whose timeline a record carries
+TIMELINE_ROWS = 60
 
 
 def _count(name: str, value: float, unit: str = "count") -> Measurement:
@@ -70,13 +72,14 @@ class CorpusCheck(_Check):
 
         report = run_corpus((case.params["arch"],), jobs=JOBS)
         results = report.results
-        negatives = sum(result.true_negative for result in results)
+        cases = [result for result in results if result.family != "lint"]  # the lint looks at the same cases a second time
+        negatives = sum(result.true_negative for result in cases)
         measured = (
             _count("missing_findings", sum(len(r.missing) for r in results if r.state is State.FAILED)),
             _count("unexpected_findings", sum(len(r.unexpected) for r in results)),
             _count("wrong_cases", len(report.bad)),
             _count("cases", len({r.case for r in results})),
-            _count("near_miss_share", negatives / len(results) if results else 0.0, "share"),
+            _count("near_miss_share", negatives / len(cases) if cases else 0.0, "share"),
             _count("no_longer_moving", report.count(State.NO_LONGER_MOVES)),
             _count("instructions", report.instructions),
         )
@@ -91,7 +94,7 @@ class CorpusCheck(_Check):
             _none("unexpected_findings", "nothing else is reported: near misses stay clean"),
             _none("wrong_cases", "every case compiles and is judged as its file says"),
             _least("cases", 60, "the corpus is at least this large"),
-            _least("near_miss_share", 0.45, "about half of it are near misses, so that an audit that reports everything fails", "share"),
+            _least("near_miss_share", 0.5, "at least half of it are near misses, so that an audit that reports everything fails", "share"),
         )
 
 
@@ -102,7 +105,7 @@ class KernelsCheck(_Check):
         return [Case(subject="kernels", params={"arch": arch, "scope": SCOPE_OF[arch]}) for arch in ARCHITECTURES]
 
     def measure(self, case: Case, targets: Mapping[str, Target]) -> tuple[tuple[Measurement, ...], Mapping[str, Any]]:
-        from validation.ordering.findings import UNKNOWN_RULES, finding_json, offending, timeline
+        from validation.ordering.findings import UNKNOWN_RULES, finding_json, offending
         from validation.ordering.model import LIMITS, Severity
 
         _refuse_without_kernels()
@@ -120,19 +123,12 @@ class KernelsCheck(_Check):
             _count("unknown_origins", sum(r.unknown_bases for r in report.results)),
             _count("lost_prefetches", sum(f.rule == "MO014" for f in report.findings)),
         )
-        timelines = [
-            {
-                "kernel": r.kernel,
-                "arch": r.arch,
-                "rows": [vars(row) | {"rules": list(row.rules)} for row in timeline(r, serious)][:MAX_ROWS],
-            }
-            for r in offending(report)
-            if any(f.kernel == r.kernel for f in serious)
-        ]
+        shown = [r for r in offending(report) if any((f.kernel, f.arch) == (r.kernel, r.arch) for f in [*serious, *unknown])]
         details = {
             "findings": [finding_json(f) for f in [*serious, *unknown]][:MAX_ROWS],
             "errors": [vars(error) for error in report.errors][:MAX_ROWS],
-            "timelines": timelines[:MAX_ROWS],
+            "timelines": [_timeline(r, build, [*serious, *unknown]) for r in shown][:MAX_TIMELINES],
+            "timeline_example": _example(report, build),
             "operations_missing": _missing_operations(build.kernels),
             "limits": list(LIMITS),
             "compile_seconds": build.seconds,
@@ -148,6 +144,36 @@ class KernelsCheck(_Check):
             _none("operations_missing", "every operation of the plan has a kernel here"),
             _least("variants", 1, "something was audited"),
         )
+
+
+def _timeline(result: Any, build: Any, findings: Iterable[Any]) -> dict[str, Any]:
+    """One kernel's accesses before and after its wait, with the roles of its contract, as JSON values."""
+    from validation.ordering.findings import excerpt, timeline
+
+    owner = next(kernel for kernel in build.kernels if f"{kernel.model} {kernel.variant}" == result.kernel)
+    roles = {index: entry.role for (index, _), entry in owner.roles().by_index.items()}
+    rows = timeline(result, findings, roles)
+    kept = excerpt(rows, TIMELINE_ROWS)
+    return {
+        "kernel": result.kernel,
+        "arch": result.arch,
+        "left_out": len(rows) - len(kept),
+        "rows": [vars(row) | {"rules": list(row.rules)} for row in kept],
+    }
+
+
+def _example(report: Any, build: Any) -> dict[str, Any] | None:
+    """A kernel without a finding that reads weights before its wait and activations after it, or None when there is none."""
+    from validation.ordering.model import Severity, When
+
+    bad = {finding.kernel for finding in report.findings if finding.level is not Severity.NOTE}
+    found = [
+        result
+        for result in report.results
+        if result.kernel not in bad and {When.BEFORE, When.AFTER} <= {access.when for access in result.accesses}
+    ]
+    shortest = min(found, key=lambda result: (len(result.accesses), result.kernel), default=None)
+    return _timeline(shortest, build, ()) if shortest is not None else None
 
 
 def _refuse_without_kernels() -> None:

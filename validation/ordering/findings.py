@@ -13,7 +13,7 @@ from typing import Any
 
 from validation.core.types import Status
 from validation.ordering.manifest import Suppressed
-from validation.ordering.model import LIMITS, RULES, Access, AuditResult, FileError, Finding, Severity, Wait, WaitKind, When
+from validation.ordering.model import LIMITS, RULES, Access, AuditResult, FileError, Finding, Role, Severity, Wait, WaitKind, When
 
 SCHEMA = 1
 UNKNOWN_RULES = frozenset({"MO013"})  # a hole in the evidence rather than a fault
@@ -66,9 +66,10 @@ class TimelineRow:
     ptx_line: int = 0
 
 
-def timeline(result: AuditResult, findings: Iterable[Finding] = ()) -> tuple[TimelineRow, ...]:
-    """Accesses and waits of one kernel in program order, with the rules that each access breaks."""
-    names = {parameter.index: parameter.name for parameter in result.parameters}
+def timeline(result: AuditResult, findings: Iterable[Finding] = (), roles: Mapping[int, Role] | None = None) -> tuple[TimelineRow, ...]:
+    """Accesses and waits of one kernel in program order, with the rules that each access breaks. `roles`, by parameter, are shown too."""
+    names = {parameter.index: parameter.name or f"p{parameter.index}" for parameter in result.parameters}
+    names |= {index: f"{names.get(index, f'p{index}')} ({role.value})" for index, role in (roles or {}).items()}
     broken: dict[int, list[str]] = {}
     for finding in findings:
         if finding.kernel == result.kernel and finding.arch in ("", result.arch) and finding.pc >= 0:
@@ -76,6 +77,17 @@ def timeline(result: AuditResult, findings: Iterable[Finding] = ()) -> tuple[Tim
     rows = [_access_row(access, names, tuple(dict.fromkeys(broken.get(access.pc, ())))) for access in result.accesses]
     rows += [_wait_row(wait, names) for wait in result.waits]
     return tuple(sorted(rows, key=lambda row: row.pc))
+
+
+def excerpt(rows: tuple[TimelineRow, ...], limit: int) -> tuple[TimelineRow, ...]:
+    """At most `limit` rows: all when they fit, else those that break a rule or are a wait, then the ones nearest to them."""
+    if len(rows) <= limit:
+        return rows
+    marked = [at for at, row in enumerate(rows) if row.rules or row.zone == "wait"]
+    broken = [at for at in marked if rows[at].rules]
+    anchors = broken or marked or [0]
+    order = sorted(range(len(rows)), key=lambda at: (at not in broken, at not in marked, min(abs(at - anchor) for anchor in anchors)))
+    return tuple(rows[at] for at in sorted(order[:limit]))
 
 
 def _base_names(bases: Iterable[Any], names: Mapping[int, str]) -> str:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from validation.core.types import Status
 from validation.ordering.corpus_run import CorpusReport, State
-from validation.ordering.findings import Report, TimelineRow, offending, timeline
+from validation.ordering.findings import Report, excerpt, offending, timeline
 from validation.ordering.model import LIMITS, RULES, AuditResult, Finding, Severity
 
 COLOURS = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
@@ -72,7 +72,7 @@ def timeline_table(result: AuditResult, findings: Iterable[Finding]) -> Table:
     """Three columns, before the wait | wait | after; rows with a finding are marked with its rules."""
     rows = timeline(result, findings)
     table = Table("pc", "before the wait", "wait", "after", "memory", "", title=f"{result.kernel} {result.arch}", title_justify="left")
-    shown = _around_findings(rows)
+    shown = excerpt(rows, TIMELINE_ROWS)
     for row in shown:
         style = ZONES.get(row.zone, "")
         cell = f"[{style}]{escape(row.text)}[/]" if style else escape(row.text)
@@ -85,14 +85,8 @@ def timeline_table(result: AuditResult, findings: Iterable[Finding]) -> Table:
             after = cell
         table.add_row(f"{row.pc:#06x}", before, wait, after, escape(row.bases), " ".join(row.rules))
     if len(shown) < len(rows):
-        table.caption = f"{len(rows) - len(shown)} accesses without a finding left out"
+        table.caption = f"{len(rows) - len(shown)} rows left out"
     return table
-
-
-def _around_findings(rows: tuple[TimelineRow, ...]) -> list[TimelineRow]:
-    if len(rows) <= TIMELINE_ROWS:
-        return list(rows)
-    return [row for row in rows if row.rules or row.zone == "wait"][:TIMELINE_ROWS]
 
 
 def _print_suppressions(report: Report, console: Console) -> None:
