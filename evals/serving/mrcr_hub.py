@@ -54,8 +54,8 @@ class MrcrChoice:
     @property
     def ends(self) -> tuple[int, ...]:
         """Upper ends of the bins that fit, with room for the answer, into the context."""
-        room = self.context_tokens - self.max_new_tokens if self.context_tokens else PUBLISHED_BINS[-1]
         chosen = self.bins or PUBLISHED_BINS
+        room = self.context_tokens - self.max_new_tokens if self.context_tokens else chosen[-1]
         return tuple(min(end, room) for i, end in enumerate(chosen) if (chosen[i - 1] if i else self.lowest) < room)
 
     @property
