@@ -25,6 +25,8 @@ from perf.roofline import EXPERT_OPS, Traffic, traffic
 from perf.stats import paired_ratio
 
 LAYERS = (4, 5)
+MLA_LAYER = 3
+CONTEXT_TOKENS = 1024  # cached tokens of each request where a launch reads them
 SHAPES = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (32, 1), (64, 1), (8, 8), (16, 8), (32, 8), (64, 8))  # (rows, tokens a request)
 PROFILED = (1, 8, 64)
 COLD_BYTES = 320 << 20  # rotate until this much weight has passed between two uses of the same bytes
@@ -195,16 +197,20 @@ def launches(records: Any, rows_list: tuple[int, ...] = (1, 8, 64), tps: tuple[i
     for tp in tps:
         shard = Shard(config=K3, tp=tp)
         for rows in rows_list:
-            for launch in layer_plan(K3, shard, LAYERS[-1], rows):
-                records.add(_one_launch(launch, shard, rows, card, rate))
+            attention = [launch for launch in layer_plan(K3, shard, MLA_LAYER, rows) if launch.op.startswith("mla_")]
+            for launch in (*layer_plan(K3, shard, LAYERS[-1], rows), *attention):
+                record = _one_launch(launch, shard, rows, card, rate)
+                records.add(record)
+                print(record["case"], record.get("launch_us"), record.get("floor_us"), record.get("fraction_of_copy_rate"), flush=True)
                 torch.cuda.empty_cache()
 
 
 def _one_launch(launch: Launch, shard: Shard, rows: int, card: Card, rate: float) -> dict[str, Any]:
     routed = launch.op in EXPERT_OPS
-    needed = traffic(launch.contract, shard, rows=rows).hbm_bytes
+    lengths = [CONTEXT_TOKENS] * rows
+    needed = traffic(launch.contract, shard, rows=rows, context_tokens=CONTEXT_TOKENS).hbm_bytes
     copies = max(2, min(64, int(-(-COLD_BYTES // max(1.0, needed)))))
-    made = [Maker(K3, launch.contract, 5 + i).all() for i in range(1 if routed else copies)]
+    made = [Maker(K3, launch.contract, 5 + i, lengths=lengths).all() for i in range(1 if routed else copies)]
     if routed:  # the same weights throughout, but other experts of them each time
         names = {o.name for o in launch.contract.of_role(Role.WEIGHT)}
         for i in range(1, copies):
@@ -214,7 +220,7 @@ def _one_launch(launch: Launch, shard: Shard, rows: int, card: Card, rate: float
     runs = [Run(K3, launch.contract, tensors, pdl=True) for tensors in made]
     found = measured({"kernel": capture(partial(_launch, runs))}, copies, card, replays=32)
     distinct = sum(int((r.tensors["offsets_E"].diff() > 0).sum()) for r in runs) / copies if routed else None
-    moved = traffic(launch.contract, shard, rows=rows, distinct=distinct).hbm_bytes
+    moved = traffic(launch.contract, shard, rows=rows, distinct=distinct, context_tokens=CONTEXT_TOKENS).hbm_bytes
     median_us = found.times["kernel"].median_us
     record: dict[str, Any] = {
         "op": launch.op,

@@ -1,7 +1,8 @@
-"""Times of captured launches: cold weights rotated past L2, several subjects interleaved replay by replay, medians of event times.
+"""Times of captured launches: several subjects interleaved replay by replay, medians of event times.
 
-The order of the subjects is turned round every other time (ABBA), so that a drift hits all alike. While the replays run the card's clocks,
-power and temperature are sampled; a measurement during which it slowed itself down is discarded and taken again.
+The order of the subjects is turned round every other time (ABBA), so that a drift hits all alike, and before each of them other memory is
+read until nothing of the subject before is left in L2: none may profit from running behind another that reads the same weights. While the
+replays run the card's clocks, power and temperature are sampled; a measurement during which it slowed down is discarded and taken again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from perf.kernels.conditions import Card, Watch
 
 ATTEMPTS = 3  # how often a throttled measurement is taken again
+SCRUB_BYTES = 192 << 20  # read between subjects: several times the L2
 CHUNK = 8  # rounds queued between two looks at the card
 
 
@@ -70,13 +72,17 @@ def interleaved(
     events = {
         name: [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)] for name in graphs
     }
+    scrubbed = torch.zeros(SCRUB_BYTES // 4, device="cuda")
+    total = torch.empty((), device="cuda")
     for graph in graphs.values():
         graph.replay()
+        torch.sum(scrubbed, 0, out=total)
     torch.cuda.synchronize()
     order = list(graphs)
     for i in range(replays):
         for name in order if i % 2 == 0 else order[::-1]:
             begin, end = events[name][i]
+            torch.sum(scrubbed, 0, out=total)
             begin.record()
             graphs[name].replay()
             end.record()

@@ -1,4 +1,4 @@
-"""Two ranks on two GPUs over peer memory: nano-K3 and layers of K3 split in two, beside the same ranks sharing one GPU and one rank alone.
+"""Two ranks on two GPUs over peer memory: nano-K3 and K3-wide layers split in two, beside the same ranks on one GPU and one rank alone.
 
 One process drives both devices; a rank's kernels store into the other device's mailboxes and spin on their own. Bits must be those of two
 virtual ranks on one device.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,9 @@ from perf.kernels.timing import Timed, timed
 from validation.schedule.gpu_runs import bits, digest, filled_caches, merged, on_device, relative_rms, walk
 
 DEVICES = (torch.device("cuda", 0), torch.device("cuda", 1))
+# A quarter of a K3 layer's heads and expert widths: split in two, each rank has the shares of a TP8 rank, which the kernels are made for.
+QUARTER = replace(K3, name="kimi-k3-quarter", kda_heads=K3.kda_heads // 4, mla_heads=K3.mla_heads // 4,
+                  moe_intermediate_size=K3.moe_intermediate_size // 4)  # fmt: skip
 NANO_SHAPES = ((1, 1), (3, 1), (8, 1), (64, 1), (2, 8), (8, 8))
 LAYER_SHAPES = ((1, 1), (8, 1), (64, 1), (8, 8))
 LAYERS = (4, 5)
@@ -99,7 +103,7 @@ def nano_times(weights: Any, requests: int, steps: int = 200) -> dict[str, Any]:
     return {**found, "what": "a whole step of nano, host time included, microseconds", "holds": True}
 
 
-# ---- layers of K3 ----
+# ---- K3-wide layers ----
 _WEIGHTS: dict[tuple[torch.device, int], dict[str, torch.Tensor]] = {}  # of a rank on a device, kept over all shapes
 
 
@@ -108,9 +112,8 @@ def loops(rows: int, q: int, devices: Sequence[torch.device], *, pdl: bool) -> l
     made = []
     for rank, device in enumerate(devices):
         with torch.cuda.device(device):
-            made.append(
-                RankLoop(K3, layers_of(K3, 2, LAYERS, rows, q, rank), pdl=pdl, shared_weights=_WEIGHTS.setdefault((device, rank), {}))
-            )
+            weights = _WEIGHTS.setdefault((device, rank), {})
+            made.append(RankLoop(QUARTER, layers_of(QUARTER, 2, LAYERS, rows, q, rank), pdl=pdl, shared_weights=weights))
     for loop, device in zip(made, devices, strict=True):
         with torch.cuda.device(device):
             loop.connect(made)
@@ -170,7 +173,7 @@ def after_passes(ranks: Sequence[RankLoop], passes: int) -> list[dict[str, torch
 
 
 def layer(rows: int, q: int) -> dict[str, Any]:
-    """Two layers of K3 as two ranks: bits against virtual ranks, and the time of a layer beside one rank alone."""
+    """Two layers as two ranks: bits against virtual ranks, and the time of a layer beside one rank alone."""
     real = loops(rows, q, DEVICES, pdl=True)
     found = after_passes(real, PASSES)
     virtual = loops(rows, q, (DEVICES[0],) * 2, pdl=False)
@@ -182,7 +185,8 @@ def layer(rows: int, q: int) -> dict[str, Any]:
     sick = sum(int(rank.health[0]) for rank in (*real, *virtual))
     broken = [*wrong[:8], *not_finite[:8], *(["a wait ran out"] if sick else [])]
     return {
-        "what": "one KDA + MoE layer of K3 (mean of layers 4 and 5) as two ranks, microseconds a layer, the slower rank of each replay",
+        "what": "a KDA + MoE layer with a quarter of K3's heads and expert widths as two ranks, whose shares are those of TP8 (mean of "
+        "layers 4 and 5), microseconds a layer, the slower rank of each replay",
         "passes_count": PASSES,
         "buffers_compared_count": len(compared),
         "waits_that_ran_out_count": sick,
@@ -196,7 +200,7 @@ def layer_times(real: Sequence[RankLoop], replays: int = 60) -> dict[str, Any]:
     """Replays of both ranks together, and of rank 0 with its messages looped back, in turns."""
     graphs, streams = graphs_of(real), [torch.cuda.Stream(rank.device) for rank in real]
     with torch.cuda.device(DEVICES[0]):
-        alone = RankLoop(K3, real[0].plan, shared_weights=real[0].weights).connect()
+        alone = RankLoop(QUARTER, real[0].plan, shared_weights=real[0].weights).connect()
         single = graphs_of([alone])[0]
     events = [[[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(replays)] for _ in range(3)]
     for number in range(replays):
