@@ -113,6 +113,7 @@ class LayerBench:
         record: dict[str, Any] = {
             "case": f"k3-tp{self.tp}-r{rows}-q{q}",
             "what": WHAT,
+            "ops": sorted({launch.op for launch in loops["fused"].plan}),
             "replays_count": replays,
             **times_of("fused", found.times["fused"]),
             **stock_times(dict(found.times)),

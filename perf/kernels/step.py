@@ -66,6 +66,7 @@ def one_step(
     record: dict[str, Any] = {
         "case": case,
         "what": WHAT,
+        "ops": sorted({launch.op for launch in plan}),
         "layers_count": K3.n_layers,
         "launches_count": len(plan),
         "context_tokens": CONTEXT_TOKENS,

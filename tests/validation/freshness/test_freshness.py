@@ -206,7 +206,7 @@ def test_raw_records_become_a_verified_run_bound_to_their_kernel(tmp_path):
             "hardware": {"gpu": "H200"},
         },
         {"op": "kda", "case": "k3-tp8-r1", "error": "RuntimeError: planted"},
-        {"case": "nano step", "median_us": 12.5, "holds": True},
+        {"case": "nano step", "median_us": 12.5, "holds": True, "ops": ["mla_query", "kda"]},
     ]
     (raw / "check.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     made = imports.import_raw(raw, tmp_path / "p", "python -m perf.kernels OUT check")
@@ -216,7 +216,7 @@ def test_raw_records_become_a_verified_run_bound_to_their_kernel(tmp_path):
     assert "kernels/mla" in first.fingerprints
     assert second.outcome is Outcome.ERROR
     assert [(m.name, m.value, m.unit) for m in third.measurements] == [("median_us", 12.5, "us")]
-    assert "kernels" in third.fingerprints
+    assert {"kernels", "kernels/mla", "kernels/kda", "contracts/kda"} <= set(third.fingerprints)
     found = published.freshness(tmp_path / "p", load_policy())
     assert found.stale == ()
     assert {cell.gpu for cell in found.cells} == {"H200"}
