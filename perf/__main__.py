@@ -30,7 +30,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--server", action="append", nargs=2, metavar=("CELL", "JSON"), default=[], help="a `vllm bench` result of a cell id"
     )
     matrix.add_argument("--state", type=Path, help="folder that keeps finished parts, so that a stopped sweep continues")
-    matrix.add_argument("--ray-address", help="run the sweep's parts on a Ray cluster instead of local processes")
+    matrix.add_argument("--ray-address", help="run the sweep's parts on a Ray cluster (or `local`) instead of local processes")
     compare = commands.add_parser(
         "compare", help="per cell ratio of two run folders; a slow-down beyond the policy's margin fails (seconds)"
     )
@@ -42,20 +42,25 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def matrix(asked: argparse.Namespace) -> int:
     from perf.build import GPUS_SHOWN, build, counts, write
+    from perf.cpu_engine import PAIRS, SHAPES
     from perf.servers import read_cell
     from perf.sweep import Part, run_parts
 
     parts = [
         Part(name="acceptance", function="perf.cpu_engine:measured_acceptance", arguments={"candidate": asked.candidate}, limit_s=60.0)
     ]
-    parts.append(Part(name="engine", function="perf.cpu_engine:measure", arguments={"candidate": asked.candidate}, limit_s=90.0))
+    for requests, q in SHAPES:  # a part each, so that a stopped sweep continues with the next shape
+        engine = {"candidate": asked.candidate, "shapes": [[requests, q]], "control": False}
+        parts.append(Part(name=f"engine-b{requests}-q{q}", function="perf.cpu_engine:measure", arguments=engine, limit_s=90.0))
+    control = {"candidate": "stock", "shapes": [[1, 1]], "pairs": 3 * PAIRS, "control": False}
+    parts.append(Part(name="engine-self-check", function="perf.cpu_engine:measure", arguments=control, limit_s=90.0))
     parts.append(Part(name="workloads", function="perf.workloads:measure", arguments={"candidate": asked.candidate}, limit_s=60.0))
     done = {} if asked.no_engine else run_parts(parts, state=asked.state, processes=1, ray_address=asked.ray_address)
     problems = [f"{name}: {outcome.reason}" for name, outcome in done.items() if outcome.outcome != "measured"]
     value = {name: outcome.value for name, outcome in done.items() if outcome.outcome == "measured"}
     made = build(
         tuple(asked.gpu or GPUS_SHOWN),
-        engine_rows=value.get("engine", ()),
+        engine_rows=[row for name, rows in value.items() if name.startswith("engine-") for row in rows],
         acceptance=value.get("acceptance", {}),
         workloads=value.get("workloads", {}),
         servers=[read_cell(cell, Path(path)) for cell, path in asked.server],

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from perf.matrix import CellResult
+from perf.matrix import AcceptanceKind, CellResult
 
 if TYPE_CHECKING:
     from perf.build import Matrix
@@ -27,7 +27,10 @@ def conditions_text(result: CellResult) -> str:
     """Everything a multiplier depends on, in one line."""
     known, cell = result.conditions, result.cell
     versions = ", ".join(f"{k} {v}" for k, v in dict(known.get("versions", {})).items())
-    speculation = "no speculation" if cell.q == 1 else f"{cell.q - 1} drafts, AL {cell.acceptance_length:g} {result.acceptance.value}"
+    accepted = (
+        "acceptance not applied" if result.acceptance is AcceptanceKind.NONE else f"AL {cell.acceptance_length:g} {result.acceptance.value}"
+    )
+    speculation = "no speculation" if cell.q == 1 else f"{cell.q - 1} drafts, {accepted}"
     prefill = "prefill mixed in" if cell.mixed_prefill else "prefill not counted"
     sides = f"{known.get('gpus')} GPU on both sides"
     return "; ".join(

@@ -1,6 +1,10 @@
 """A sweep: parts measured each in a process of its own, resumed part by part. A part that crashes or hangs is a recorded outcome.
 
 Finished parts lie in `state` as one JSON file each, written beside and renamed. A part that failed is tried again on the next call.
+
+On a Ray cluster each part is one task that asks for its GPUs and is not retried: a lost worker, or a lost node, costs its part only. The
+project must be importable where tasks run (the same checkout path on a shared disk, or installed); results come back to the caller, who
+alone writes `state`.
 """
 
 from __future__ import annotations
@@ -9,10 +13,11 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,10 +28,12 @@ from validation.core.settings import PROJECT_ROOT
 from validation.core.store import write_atomically
 from validation.core.types import HarnessError
 
+CONNECT_LIMIT_S = 5.0
+# A child ends with whoever started it (PR_SET_PDEATHSIG), so that a lost Ray worker leaves nothing running.
 CHILD = (
-    "import importlib, json, sys; from validation.core import jsonio; spec = json.loads(sys.argv[1]); "
-    "module, _, name = spec['function'].partition(':'); value = getattr(importlib.import_module(module), name)(**spec['arguments']); "
-    "open(spec['answer'], 'w').write(jsonio.dumps(value))"
+    "import ctypes, importlib, json, sys; ctypes.CDLL(None).prctl(1, 9); from validation.core import jsonio; "
+    "spec = json.loads(sys.argv[1]); module, _, name = spec['function'].partition(':'); "
+    "value = getattr(importlib.import_module(module), name)(**spec['arguments']); open(spec['answer'], 'w').write(jsonio.dumps(value))"
 )
 
 
@@ -38,6 +45,7 @@ class Part:
     function: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     limit_s: float = 120.0
+    gpus: float = 0.0  # of one Ray task; local processes see all there are
 
     @property
     def key(self) -> str:
@@ -86,7 +94,8 @@ def run_parts(
     found = {part.name: kept for part in parts if (kept := _kept(part, state)) is not None}
     left = [part for part in parts if part.name not in found]
     if ray_address is not None:
-        return found | _on_ray(left, ray_address, state)
+        found |= _on_ray(left, ray_address, state) if left else {}
+        return {part.name: found[part.name] for part in parts}
     with ThreadPoolExecutor(max_workers=max(1, processes)) as pool:
         for part, outcome in zip(left, pool.map(lambda p: _keep(p, run_one(p), state), left), strict=True):
             found[part.name] = outcome
@@ -118,19 +127,53 @@ def _keep(part: Part, outcome: Outcome, state: Path | None) -> Outcome:
 
 
 def _on_ray(parts: Sequence[Part], address: str, state: Path | None) -> dict[str, Outcome]:
-    """The same parts as Ray tasks; a lost worker costs its part only."""
+    """The same parts as Ray tasks, each kept as soon as it is done. `address` is a cluster's, or "local" for one on this machine.
+
+    Raises:
+        HarnessError: Ray is not installed, or there is no cluster at the address.
+    """
     try:
         import ray
     except ImportError:
         raise HarnessError("ray: got no package `ray`, needs it for --ray-address; install it or leave the option out") from None
-    ray.init(address=address, ignore_reinit_error=True)
-    task = ray.remote(run_one)
-    waiting = {part.name: (part, task.remote(part)) for part in parts}
-    found = {}
-    for name, (part, reference) in waiting.items():
-        try:
-            outcome = ray.get(reference, timeout=2 * part.limit_s)
-        except Exception as error:  # a dead worker, a lost node, a timeout: whatever Ray raises is this part's outcome
-            outcome = Outcome(outcome="error", reason=f"{type(error).__name__}: {error}")
-        found[name] = _keep(part, outcome, state)
-    return found
+    _refuse_unreachable(address)
+    joined = ray.is_initialized()
+    try:
+        ray.init(address=address, ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR")
+    except Exception as error:  # Ray raises ConnectionError, ValueError, RuntimeError and others, by version
+        raise HarnessError(f"ray: got {type(error).__name__}: {error}, needs a running cluster at {address!r} or the word local") from None
+    try:
+        task = ray.remote(max_retries=0)(run_one)
+        waiting = {task.options(name=part.name, num_gpus=part.gpus).remote(part): part for part in parts}
+        return {part.name: _keep(part, outcome, state) for part, outcome in _collected(ray, waiting)}
+    finally:
+        if not joined:
+            ray.shutdown()
+
+
+def _refuse_unreachable(address: str) -> None:
+    """Ray itself tries a dead address for minutes. Raises HarnessError for host:port that nothing listens at."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host:
+        return  # a word of Ray's: local, auto
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_LIMIT_S).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise HarnessError(f"ray: got {error} at {address!r}, needs the host:port of a running cluster, or the word local") from None
+
+
+def _collected(ray: Any, waiting: dict[Any, Part]) -> Iterator[tuple[Part, Outcome]]:
+    """(part, outcome) as tasks end. When no task ends for twice the longest limit, those left are stopped: nothing runs them."""
+    left = dict(waiting)
+    while left:
+        patience_s = 2 * max(part.limit_s for part in left.values())
+        done, _ = ray.wait(list(left), num_returns=1, timeout=patience_s)
+        for reference in done or list(left):
+            part = left.pop(reference)
+            try:
+                outcome = ray.get(reference, timeout=0 if not done else None)
+            except Exception as error:  # a dead worker, a lost node, a timeout: whatever Ray raises is this part's outcome
+                outcome = Outcome(outcome="error", reason=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}")
+                if not done:
+                    ray.cancel(reference, force=True)
+            yield part, outcome

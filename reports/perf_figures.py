@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from reports.figures import CANDIDATE, LIMIT, STOCK, WIDTH_INCHES, _finish
 from reports.sections import Figure
 from validation.core.types import Evidence
 
+_plain = FuncFormatter(lambda value, _: f"{value:,.0f}")
 OURS, AUTO = "latency_specialized", "auto"
 SIDES = ((AUTO, "stock", STOCK, "o", "-"), (OURS, "candidate", CANDIDATE, "x", "--"))
 
@@ -59,12 +61,17 @@ def _heat_map(record: Evidence, data: Mapping[str, Any], gpu: str, tp: int) -> F
                 dark = value < (low + high) / 2
                 axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=7, color="white" if dark else "black")
     axis.set_xticks(range(len(lengths)), [f"{al:g}" for al in lengths])
-    axis.set_yticks(range(len(shapes)), [f"{rows} rows, {'no speculation' if q == 1 else '7 drafts'}" for q, rows in shapes], fontsize=8)
+    axis.set_yticks(
+        range(len(shapes)),
+        [f"{rows} row{'s' * (rows > 1)}, {'no speculation' if q == 1 else '7 drafts'}" for q, rows in shapes],
+        fontsize=8,
+    )
     axis.set_xlabel("acceptance length, applied (empty: refused, or not a setting)")
     axis.set_title(f"PROJECTED speed-up over stock, {gpu}, TP{tp}", fontsize=10)
     caption = (
         f"Projection, not a measurement: stock's step plus draft over ours, {tp} {gpu} on both sides, decode alone, "
-        f"{data['context_tokens']} cached tokens a request, acceptance applied. {_basis(data)} Evidence {record.id}."
+        f"{data['context_tokens']} cached tokens a request, acceptance applied. The same acceptance length on both "
+        f"sides cancels, so that a row has one value; comparing different lengths is refused. {_basis(data)} Evidence {record.id}."
     )
     return _finish(canvas, f"perf-speed-up-{gpu}-tp{tp}", f"Projected speed-up by rows and acceptance length, {gpu} TP{tp}", caption)
 
@@ -89,6 +96,10 @@ def _pareto(record: Evidence, data: Mapping[str, Any], gpu: str, tp: int) -> Fig
         return None
     axis.set_xscale("log")
     axis.set_yscale("log")
+    for side in (axis.xaxis, axis.yaxis):
+        side.set_major_formatter(_plain)
+        side.set_minor_formatter(_plain if side is axis.xaxis else NullFormatter())
+    axis.tick_params(which="both", labelsize=8)
     axis.set_xlabel("tokens per second of one user")
     axis.set_ylabel("tokens per second in total")
     axis.set_title(f"PROJECTED, {gpu}, TP{tp}", fontsize=10)
@@ -126,16 +137,20 @@ def _timeline(record: Evidence, data: Mapping[str, Any], profile: Mapping[str, A
     axis.text(at + 1, 0, f"{at:.1f} us alone, one after the other", va="center", fontsize=8)
     axis.set_yticks([])
     axis.set_ylim(-2.0, 2.5)
-    axis.set_xlim(0, max(at + 45, layers[AUTO]["us"] * 1.02))
+    reach = max(at * 1.45, layers[AUTO]["us"] * 1.02)
+    axis.set_xlim(-0.035 * reach, reach)  # room for the first launch's name
+    for edge in ("left", "right", "top"):
+        axis.spines[edge].set_visible(False)
     axis.set_xlabel("microseconds")
     ratio = layers[AUTO]["us"] / layers[OURS]["us"]
-    axis.set_title(f"MEASURED: one KDA + MoE layer, one rank of TP{place[0]}, {place[1]} row(s): {ratio:.2f}x", fontsize=10)
+    shape = f"{place[1]} row{'s' * (place[1] > 1)}"
+    axis.set_title(f"MEASURED: one KDA + MoE layer, one rank of TP{place[0]}, {shape}: {ratio:.2f}x", fontsize=10)
     caption = (
         f"One rank's share of a layer: {ratio:.2f}x, {layers[OURS]['conditions']}. Stock's launches were timed together only, and "
         f"without any exchange between ranks; ours include their messages, looped back. Bottom: each launch alone, without overlap. "
         f"Evidence {layers[OURS]['evidence']}, {profile['evidence']}, {record.id}."
     )
-    return _finish(canvas, f"perf-layer-tp{place[0]}-r{place[1]}", f"One layer, launch by launch, TP{place[0]}, {place[1]} row(s)", caption)
+    return _finish(canvas, f"perf-layer-tp{place[0]}-r{place[1]}", f"One layer, launch by launch, TP{place[0]}, {shape}", caption)
 
 
 def _fraction(record: Evidence, data: Mapping[str, Any]) -> Figure | None:
@@ -157,7 +172,7 @@ def _fraction(record: Evidence, data: Mapping[str, Any]) -> Figure | None:
     axis.set_ylim(0, 1.05)
     axis.set_xlabel("token rows")
     axis.set_ylabel("floor over measured time")
-    axis.legend(frameon=False, fontsize=8)
+    axis.legend(frameon=False, fontsize=8, loc="upper right", bbox_to_anchor=(1, 0.9), ncols=2)
     ids = ", ".join(dict.fromkeys(e["evidence"] for e in layers))
     caption = f"MEASURED: one rank's share of a KDA + MoE layer on one {layers[0]['gpu']}, no speculation. Evidence {ids}, {record.id}."
     return _finish(canvas, "perf-fraction-of-floor", "Share of the memory floor by rows", caption)

@@ -37,6 +37,7 @@ def _environment(html: bool) -> jinja2.Environment:
         keep_trailing_newline=True,
     )
     made.filters.update(cell=escape.cell, code=escape.code, value=format_value, status=status_word, json_text=json_text)
+    made.filters.update(ids=escape.ids, shape=escape.shape)
     return made
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from reports.escape import is_number
 from reports.view import Lane, format_value
 from validation.core.types import Evidence
 
@@ -21,6 +22,11 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
+
+    @property
+    def numeric(self) -> tuple[bool, ...]:
+        """By column: whether every cell is a number, so that all of them stand to the right."""
+        return tuple(bool(self.rows) and all(is_number(row[place]) for row in self.rows) for place in range(len(self.columns)))
 
 
 @dataclass(frozen=True, kw_only=True)
