@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-import uvicorn
 
+from evals.serving.server.listening import address_of, listen, run_app
 from evals.serving.server.model import ServedModel, ServeOptions
 from evals.serving.server.routes import Routes
 from validation.core.settings import PROJECT_ROOT, Settings
@@ -23,7 +21,6 @@ app = typer.Typer(add_completion=False)
 log = logging.getLogger("fasttrack.serve")
 
 LEVELS = ("debug", "info", "warning", "error")
-GRACE_S = 3  # for replies in flight when the server is told to stop
 
 
 @app.command()
@@ -55,38 +52,14 @@ def serve(
         max_logprobs=max_logprobs,
         served_model_name=served_model_name,
     )
-    bound = _listen(host, port)  # before the model is loaded, so that a taken port is known at once
+    bound = listen(host, port)  # before the model is loaded, so that a taken port is known at once
     run(ServedModel(options), bound, log_level)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A socket bound to the address. Raises HarnessError when it is taken or wrong."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-    except (OSError, OverflowError) as error:
-        raise HarnessError(f"port: got {host}:{port} ({error}), needs an address that is free; use --port 0 for any") from error
-    return bound
 
 
 def run(model: ServedModel, bound: socket.socket, log_level: str) -> None:
     """Serve until told to stop. Prints one JSON line when ready and one at the end."""
-    host, port = bound.getsockname()[:2]
-    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    config = uvicorn.Config(
-        Routes(model).app(), log_config=None, access_log=log_level == "debug", lifespan="on", timeout_graceful_shutdown=GRACE_S
-    )
-    server = _Server(config, lambda: _say_ready(model, address))
-
-    def stop(*_: Any) -> None:
-        # uvicorn raises a caught signal again after it has stopped; the command line would take that for an interruption.
-        server.should_exit = True
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
-    server.run(sockets=[bound])
+    address = address_of(bound)
+    run_app(Routes(model).app(), bound, lambda: _say_ready(model, address), access_log=log_level == "debug")
     log.info("decode path: %s", _path_line(model))
     print(json.dumps({"verdict": "stopped", "address": address, "decode_steps": model.steps()}), flush=True)
 
@@ -103,16 +76,3 @@ def _path_line(model: ServedModel) -> str:
     reasons = "; ".join(f"{reason}: {count}" for reason, count in model.refusals().items())
     line = f"{steps['specialized']} specialized steps (candidate {facts['candidate']}), {steps['stock']} stock steps"
     return line + (f" ({reasons})" if reasons else "")
-
-
-class _Server(uvicorn.Server):
-    """Says when it listens."""
-
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._ready = ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        if self.started:
-            self._ready()
