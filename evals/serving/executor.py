@@ -247,8 +247,9 @@ class Executor:
                 self._tally.moved += 1
                 self._wake()
                 return
-        self._tally.add(answer)
-        self._take(ask, replace(answer, endpoint=answer.endpoint or lane.asker.name))
+        named = answer if answer.endpoint else replace(answer, endpoint=lane.asker.name)
+        self._tally.add(named)
+        self._take(ask, named)
         self._wake()
 
 
