@@ -2,6 +2,7 @@
 #
 #   CANDIDATE=name   specialized (default) | stock | a mutant's id | module:factory
 #   PROFILE=name     embedded (default) | gpu | serving
+#   CONFIG=file      settings, e.g. the two servers of the serving profile (`fasttrack init` writes one); default: validate.toml if it exists
 #   QUIET=1          only problems and the result, for CI
 #   FRESH=1          do not continue an interrupted run
 #   R=run  E=record  for judge, report and repro
@@ -11,7 +12,7 @@
 # `.venv/bin/fasttrack`, and make prints them as "Error N".
 
 .DEFAULT_GOAL := help
-.PHONY: help setup validate test lint audit evals numerics perf mutants judge report repro clean
+.PHONY: help setup validate test test-serving lint audit evals numerics perf mutants judge report repro clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -24,11 +25,11 @@ TORCH_OPTIONS := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED := 1
 
-OPTIONS := $(if $(CANDIDATE),--candidate $(CANDIDATE)) $(if $(PROFILE),--profile $(PROFILE)) $(if $(QUIET),--quiet) $(if $(FRESH),--fresh)
+OPTIONS := $(if $(CONFIG),--config $(CONFIG)) $(if $(CANDIDATE),--candidate $(CANDIDATE)) $(if $(PROFILE),--profile $(PROFILE)) $(if $(QUIET),--quiet) $(if $(FRESH),--fresh)
 SUITE := $(PY) -m validation
 
 help: ## This list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Create .venv and install (minutes and about 2 GB once; network; no GPU)
 
@@ -48,6 +49,9 @@ validate: $(STAMP) ## The whole job: measure, judge, report (embedded profile: a
 
 test: $(STAMP) ## The tests of the suite itself (at most 12 minutes, 2 cores, no GPU)
 	@$(PY) -m pytest -n 2 --dist loadfile $(PYTEST)
+
+test-serving: $(STAMP) ## Tests with real vLLM servers on the CPU (15 minutes, 2 cores, 5 GiB; once 3.5 GB into .venv-serving; network)
+	@$(PY) -m tests.serving $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) $(PYTEST)
 
 lint: $(STAMP) ## ruff, mypy and the import rule (a minute, no GPU)
 	@$(PY) -m ruff check .

