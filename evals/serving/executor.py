@@ -142,6 +142,7 @@ class Executor:
         self._losses: Counter[tuple[str, int]] = Counter()
         self._backlog_characters = self._flying_characters = self._flying = 0
         self._waiting = 0
+        self._primed = False  # nothing is sent before there is a prompt for every slot
         self._exhausted = False
         self._stopped = ""
 
@@ -193,15 +194,16 @@ class Executor:
                 break
             self._backlog.extend(window)
             self._backlog_characters += sum(len(ask.prompt) for ask in window)
+            self._primed = self._primed or len(self._backlog) >= self._concurrency or self._backlog_characters >= self._max_characters
             self._wake()
-        self._exhausted = True
+        self._exhausted = self._primed = True
         self._wake()
 
     async def _next(self) -> Ask | None:
         """The next request, or None when nothing can come any more."""
         while not self._stopped:
             queue = self._again or self._backlog
-            if queue and (not self._flying or self._flying_characters + len(queue[0].prompt) <= self._max_characters):
+            if self._primed and queue and (not self._flying or self._flying_characters + len(queue[0].prompt) <= self._max_characters):
                 ask = queue.popleft()
                 if queue is self._backlog:
                     self._backlog_characters -= len(ask.prompt)

@@ -75,6 +75,10 @@ class CannedServer:
         server.close()
         for writer in list(self._writers):
             writer.transport.abort()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
     # ---- HTTP ----
     async def _connection(self, reader, writer):
@@ -94,7 +98,7 @@ class CannedServer:
                     f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
                 )
                 await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
             pass
         finally:
             self._writers.discard(writer)
@@ -142,7 +146,7 @@ class CannedServer:
     async def _generate(self, route, request):
         script = self.script
         chat = route.endswith("chat/completions")
-        prompt = json.dumps(request["messages"]) if chat else request["prompt"]
+        prompt = json.dumps(request["messages"], ensure_ascii=False) if chat else request["prompt"]
         prompts = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str) else [prompt]
         low, high = script.latency
         if high:
