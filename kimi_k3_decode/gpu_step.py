@@ -328,24 +328,26 @@ class GpuPath:
             self._launch_ranks(program, [rank for rank in self._ranks if rank.device == place], torch.cuda.current_stream(place))
 
     def _launch_ranks(self, program: _Program, ranks: Sequence[_Rank], current: Any) -> None:
+        """Launch by launch through all ranks, so that none runs far ahead of what the host has given the others."""
         start = torch.cuda.Event()
         start.record(current)
+        events: dict[tuple[int, str], Any] = {}
+        plans = [program.launches[rank.number] for rank in ranks]
+        awaited = {name for launch, _ in plans[0] for name in launch.waits_on}
         for rank in ranks:
-            launches = program.launches[rank.number]
             rank.main.wait_event(start)
-            awaited = {name for launch, _ in launches for name in launch.waits_on}
-            events: dict[str, Any] = {}
-            for launch, launcher in launches:
+        for turn in zip(*plans, strict=True):
+            for rank, (launch, launcher) in zip(ranks, turn, strict=True):
                 stream = rank.main if launch.stream == MAIN else rank.side
                 for name in launch.waits_on:
-                    stream.wait_event(events[name])
+                    stream.wait_event(events[rank.number, name])
                 launcher.run(_handle(stream))
                 if rank.number == 0 and self.probes:
                     with torch.cuda.stream(stream):
                         self._probe(program, launch)
                 if launch.id in awaited:
-                    events[launch.id] = torch.cuda.Event()
-                    events[launch.id].record(stream)
+                    event = events[rank.number, launch.id] = torch.cuda.Event()
+                    event.record(stream)
         for rank in ranks:
             done = torch.cuda.Event()
             done.record(rank.main)

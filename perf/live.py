@@ -68,6 +68,8 @@ def layer(tp: int, rows: int, q: int = 1) -> tuple[tuple[Measurement, ...], Mapp
     problems = []
     if record["self_check_decision"] != "no difference":
         problems.append(f"stock against stock: {record['self_check_decision']} ({record['self_check']}), needs no difference")
+    if record["buffers_differing"]:
+        problems.append(f"bits depend on how the layer is launched: {record['buffers_differing'][:4]}")
     if record["waits_that_ran_out_count"]:
         problems.append(f"waits that ran out: got {record['waits_that_ran_out_count']}, needs 0")
     if problems:

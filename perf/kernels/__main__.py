@@ -20,14 +20,18 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from kimi_k3_decode.config import K3, NANO, ModelConfig, Shard
 from kimi_k3_decode.launches import Launch, launch_graph
 
-MODELS = {"k3-tp8": (K3, 8, 3), "k3-tp16": (K3, 16, 5), "nano-tp1": (NANO, 1, 0), "nano-tp2": (NANO, 2, 1), "k3-tp2": (K3, 2, 1)}
+# A quarter of K3's heads and expert widths: split in two, each rank has the shares of a TP8 rank, which the kernels are made for.
+QUARTER = replace(K3, name="kimi-k3-quarter", kda_heads=24, mla_heads=24, moe_intermediate_size=768)
+MODELS = {
+    "k3-tp8": (K3, 8, 3), "k3-tp16": (K3, 16, 5), "nano-tp1": (NANO, 1, 0), "nano-tp2": (NANO, 2, 1), "quarter-tp2": (QUARTER, 2, 1),
+}  # fmt: skip
 CHECKED = ("k3-tp8", "k3-tp16", "nano-tp1", "nano-tp2")
 SHAPES = (*((rows, 1) for rows in (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)), *((rows, 8) for rows in (8, 16, 32, 64)))
 VERIFY_OPS = ("kda", "mla_query", "mla_decode")  # the launches that know how many tokens a request has
@@ -37,7 +41,8 @@ FILES = {
 }  # fmt: skip
 EDGE_WORKERS = 4
 MATRIX = ("layer --tp 8", "layer --tp 16", "launches", "step")
-ALL = ("edges", *MATRIX, "nano --names model,delays", "nano --names replays", "sanitize")
+NANO_PARTS = [f"nano --names {name} --tp {tp} --worker {tp}" for name in ("model", "replays", "delays") for tp in (1, 2)]
+ALL = (*MATRIX, *NANO_PARTS, "nano --names delays --tp 4 --worker 4", "sanitize")
 
 
 class Records:
@@ -159,7 +164,7 @@ def join(out: Path, part: str) -> None:
 def side_by_side(out: Path, jobs: Sequence[str]) -> int:
     begin = time.perf_counter()
     bad = wait_for(spawn(out, jobs))
-    for part in ("check", "edges"):
+    for part in ("check", "edges", "nano"):
         if any(job.startswith(part) for job in jobs):
             join(out, part)
     print(f"== {len(jobs)} processes: {time.perf_counter() - begin:.1f} s, {bad} with problems", flush=True)
@@ -180,8 +185,8 @@ def part_of(asked: argparse.Namespace, part: str) -> int:
     if part == "nano":
         from perf.kernels import nano
 
-        with the_gpu(out, alone=True):
-            return nano.run(Records(out, "nano"), asked.names.split(","))
+        with the_gpu(out, alone=False):
+            return nano.run(Records(out, "nano", asked.suffix), asked.names.split(","), [int(tp) for tp in asked.tp.split(",")])
     if part == "two":
         from perf.kernels import two
 
@@ -190,7 +195,7 @@ def part_of(asked: argparse.Namespace, part: str) -> int:
     if part == "sanitize":
         from perf.kernels import sanitize
 
-        with the_gpu(out, alone=True):
+        with the_gpu(out, alone=False):
             return sanitize.run(Records(out, "sanitize"), out)
     from perf.kernels import tilings
 
@@ -267,12 +272,14 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--models", default=",".join(CHECKED), help="check: of " + ", ".join(MODELS))
     parser.add_argument("--shapes", default=",".join(f"{r}x{q}" for r, q in SHAPES), help="check: rows x tokens a request, with commas")
     parser.add_argument("--only", default="", help="check: these launches")
-    parser.add_argument("--tp", default="8,16", help="layer, launches: ranks of the group")
+    parser.add_argument("--tp", default="", help="layer, launches (8,16) and nano (1,2,4): ranks of the group")
     parser.add_argument("--names", default="model,replays,delays", help="nano: which of its measures")
     parser.add_argument("--in-process", action="store_true", help="check: here, not in several processes")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--suffix", default="", help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    asked = parser.parse_args(argv)
+    asked.tp = asked.tp or ("1,2,4" if asked.parts == ["nano"] else "8,16")
+    return asked
 
 
 def main(argv: Sequence[str]) -> int:
@@ -285,7 +292,7 @@ def main(argv: Sequence[str]) -> int:
         if part == "matrix":
             bad += guarded(part, lambda: side_by_side(asked.out, MATRIX))
         elif part == "all":
-            jobs = [*check_jobs(CHECKED, SHAPES), *(f"edges --worker {i}" for i in range(EDGE_WORKERS)), *ALL[1:]]
+            jobs = [*check_jobs(CHECKED, SHAPES), *(f"edges --worker {i}" for i in range(EDGE_WORKERS)), *ALL]
             bad += guarded(part, lambda jobs=jobs: side_by_side(asked.out, jobs))  # type: ignore[misc]
         else:
             bad += guarded(part, lambda part=part: part_of(asked, part))  # type: ignore[misc]

@@ -16,16 +16,17 @@ from validation.schedule.gpu import gpu_checks
 SEED = 11
 
 
-def cases(names: Iterable[str]) -> list[tuple[Check, Case]]:
-    """Checks of the given short names (model, replays, delays) with their cases."""
-    return [(check, case) for check in gpu_checks() if check.id.rsplit(".", 1)[-1] in names for case in check.cases()]
+def cases(names: Iterable[str], ranks: Iterable[int]) -> list[tuple[Check, Case]]:
+    """Checks of the given short names (model, replays, delays) with their cases of these numbers of ranks."""
+    named = [check for check in gpu_checks() if check.id.rsplit(".", 1)[-1] in names]
+    return [(check, case) for check in named for case in check.cases() if case.params["tp"] in ranks]
 
 
-def run(records: Any, names: Iterable[str] = ("model", "replays", "delays")) -> int:
+def run(records: Any, names: Iterable[str] = ("model", "replays", "delays"), ranks: Iterable[int] = (1, 2, 4)) -> int:
     """One record a case; returns how many did not hold."""
     weights = draw_weights(NANO, SEED).to(torch.bfloat16)
     failed = 0
-    for check, case in cases(names):
+    for check, case in cases(names, ranks):
         begin = time.perf_counter()
         record: dict[str, Any] = {"case": f"{check.id}-{case.id}"}
         try:

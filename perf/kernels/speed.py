@@ -23,6 +23,7 @@ from perf.kernels.stock_layer import LAUNCHES, StockLayer, adopt_routing, state_
 from perf.kernels.timing import Measured, Timed, capture, copy_rate_bytes_per_s, measured
 from perf.roofline import EXPERT_OPS, Traffic, traffic
 from perf.stats import paired_ratio
+from validation.schedule.gpu_runs import bits
 
 LAYERS = (4, 5)
 MLA_LAYER = 3
@@ -84,6 +85,11 @@ def untimed(record: dict[str, Any], found: Measured) -> dict[str, Any]:
     return {**{name: record[name] for name in kept if name in record}, "error": why}
 
 
+def differing_buffers(one: LayerLoop, other: LayerLoop) -> list[str]:
+    """Buffers whose bits differ after as many passes of both: activations, mailboxes, caches and states."""
+    return [name for name in one.buffers if not torch.equal(bits(one.buffers[name]), bits(other.buffers[name]))]
+
+
 class LayerBench:
     """All loops of one rank count: they share weights, which are too large to make twice."""
 
@@ -97,7 +103,8 @@ class LayerBench:
         loops = {"fused": LayerLoop(K3, self.tp, LAYERS, rows, q, shared_weights=self.weights)}
         for name, off in ABLATIONS.items():
             loops[name] = LayerLoop(K3, self.tp, LAYERS, rows, q, shared_weights=self.weights, **off)
-        chosen = loops["fused"].chosen_experts()
+        chosen = {name: loop.chosen_experts() for name, loop in loops.items()}["fused"]
+        differing = [f"{name} {buffer}" for name in ABLATIONS for buffer in differing_buffers(loops["fused"], loops[name])]
         stock = [
             StockLayer(K3, self.tp, layer, rows, self.weights, state_for(K3, self.tp, rows, q), q=q, keep=self.stacked) for layer in LAYERS
         ]
@@ -123,6 +130,8 @@ class LayerBench:
             "moved_bytes": sum(t.hbm_bytes for t in moved) / len(LAYERS),
             "experts_read_count": sum(distinct.values()) / len(distinct),
             "stock_experts_read_count": sum(layer.experts_read() for layer in stock) / len(stock),
+            "buffers_differing": differing,
+            "buffers_differing_count": len(differing),
             "waits_that_ran_out_count": sum(int(loop.health[0]) for loop in loops.values()),
             "stock_launches": list(LAUNCHES),
             "stock_excludes": STOCK_EXCLUDES,

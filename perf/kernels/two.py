@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from kimi_k3_decode.config import K3, NANO
+from kimi_k3_decode.config import NANO
 from kimi_k3_decode.gpu_step import GpuPath
 from kimi_k3_decode.placement import enable_peers
 from kimi_k3_decode.random_init import draw_weights
 from kimi_k3_decode.step import SpecializedPath
+from perf.kernels.__main__ import QUARTER
 from perf.kernels.layer import RankLoop, layers_of
 from perf.kernels.speed import times_of
 from perf.kernels.timing import Timed, timed
 from validation.schedule.gpu_runs import bits, digest, filled_caches, merged, on_device, relative_rms, walk
 
 DEVICES = (torch.device("cuda", 0), torch.device("cuda", 1))
-# A quarter of a K3 layer's heads and expert widths: split in two, each rank has the shares of a TP8 rank, which the kernels are made for.
-QUARTER = replace(K3, name="kimi-k3-quarter", kda_heads=K3.kda_heads // 4, mla_heads=K3.mla_heads // 4,
-                  moe_intermediate_size=K3.moe_intermediate_size // 4)  # fmt: skip
 NANO_SHAPES = ((1, 1), (3, 1), (8, 1), (64, 1), (2, 8), (8, 8))
 LAYER_SHAPES = ((1, 1), (8, 1), (64, 1), (8, 8))
 LAYERS = (4, 5)
