@@ -76,6 +76,7 @@ class GpuPath:
     """
 
     name = "specialized"
+    dtype = torch.bfloat16  # of activations and caches
 
     def __init__(
         self,

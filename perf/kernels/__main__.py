@@ -1,8 +1,9 @@
 """`python -m perf.kernels OUT PART...`: GPU records as JSON lines in OUT, one file a part; `matrix` and `all` run several parts.
 
 check: every launch against its oracle. edges: ties, padding, null slots, long contexts, FP8. nano: the whole nano model in every way of
-launching, thousands of replays, sleeping kernels. layer: one rank's layers beside stock. launches: each launch beside the copy rate. step:
-a whole step of one rank. two: two GPUs. sanitize: small cases under compute-sanitizer. ops: products and tilings, for tuning.
+launching, thousands of replays, sleeping kernels. answers: nano's replies beside stock's. layer: one rank's layers beside stock. launches:
+each launch beside the copy rate. step: a whole step of one rank. two: two GPUs. sanitize: small cases under compute-sanitizer. ops:
+products and tilings, for tuning.
 
 matrix: layer, launches and step, which is the perf matrix of one rank. all: everything that one GPU can show. Both compile side by side
 and time alone: a part that times waits until nothing else uses the GPU.
@@ -36,13 +37,14 @@ CHECKED = ("k3-tp8", "k3-tp16", "nano-tp1", "nano-tp2")
 SHAPES = (*((rows, 1) for rows in (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)), *((rows, 8) for rows in (8, 16, 32, 64)))
 VERIFY_OPS = ("kda", "mla_query", "mla_decode")  # the launches that know how many tokens a request has
 FILES = {
-    "check": "kernel_checks", "edges": "kernel_edges", "nano": "kernel_nano", "layer": "kernel_layers", "profile": "kernel_profile",
-    "launches": "kernel_launches", "step": "kernel_steps", "two": "kernel_two_gpus", "sanitize": "kernel_sanitizer", "ops": "kernel_ops",
+    "check": "kernel_checks", "edges": "kernel_edges", "nano": "kernel_nano", "answers": "kernel_answers", "layer": "kernel_layers",
+    "profile": "kernel_profile", "launches": "kernel_launches", "step": "kernel_steps", "two": "kernel_two_gpus",
+    "sanitize": "kernel_sanitizer", "ops": "kernel_ops",
 }  # fmt: skip
 EDGE_WORKERS = 4
 MATRIX = ("layer --tp 8", "layer --tp 16", "launches", "step")
 NANO_PARTS = [f"nano --names {name} --tp {tp} --worker {tp}" for name in ("model", "replays", "delays") for tp in (1, 2)]
-ALL = (*MATRIX, *NANO_PARTS, "nano --names delays --tp 4 --worker 4", "sanitize")
+ALL = (*MATRIX, *NANO_PARTS, "nano --names delays --tp 4 --worker 4", "answers", "sanitize")
 
 
 class Records:
@@ -192,6 +194,11 @@ def part_of(asked: argparse.Namespace, part: str) -> int:
 
         with the_gpu(out, alone=True):
             return two.run(Records(out, "two"))
+    if part == "answers":
+        from perf.kernels import answers
+
+        with the_gpu(out, alone=False):
+            return answers.run(Records(out, "answers"))
     if part == "sanitize":
         from perf.kernels import sanitize
 
