@@ -288,6 +288,10 @@ class Proxy:
         ) as self._client:
             yield
 
+    async def ask(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
+        """The answer of the server behind to one generation request."""
+        return await self._client.post(path, json=body, headers=headers)
+
     async def relay(self, request: Request) -> Response:
         """One request through the proxy; the server behind being gone is answered with 502."""
         path, content = request.url.path, await request.body()
@@ -298,7 +302,7 @@ class Proxy:
             number, body = self.counted, json.loads(content)
 
             async def forward(changed: dict[str, Any]) -> httpx.Response:
-                return await self._client.post(path, json=changed, headers=_forwarded(request))
+                return await self.ask(path, changed, _forwarded(request))
 
             call = Call(number=number, path=path, body=body, setup=self.setup, forward=forward)
             if number % self.setup.every:
