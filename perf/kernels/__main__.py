@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def run_checks(records: Records, shapes: Sequence[tuple[int, int]], models: Sequ
     """(cases, cases that do not hold)."""
     from kimi_k3_decode.kernels import kernel_spec
     from perf.kernels.binaries import in_table, sass_digest
-    from perf.kernels.check import check
+    from perf.kernels.check import check, patiently
 
     cases = failed = 0
     for model in models:
@@ -108,7 +109,7 @@ def run_checks(records: Records, shapes: Sequence[tuple[int, int]], models: Sequ
                 try:
                     spec = kernel_spec(config, launch.contract)
                     record |= {"kernel": spec.id, "sass_sha256": sass_digest(spec), "in_table": in_table(spec)}
-                    outcome = check(config, launch.contract, 1000 + rows, case, rank=rank)
+                    outcome = patiently(partial(check, config, launch.contract, 1000 + rows, case, rank=rank))
                     record |= {**asdict(outcome), "holds": outcome.judged()}
                 except Exception as error:
                     record |= {"error": f"{type(error).__name__}: {error}"[:600], "holds": False}
@@ -187,8 +188,11 @@ def part_of(asked: argparse.Namespace, part: str) -> int:
     if part == "nano":
         from perf.kernels import nano
 
-        with the_gpu(out, alone=False):
-            return nano.run(Records(out, "nano", asked.suffix), asked.names.split(","), [int(tp) for tp in asked.tp.split(",")])
+        ranks, names = [int(tp) for tp in asked.tp.split(",")], asked.names.split(",")
+        if names == ["replays"]:
+            nano.warm_up(ranks)
+        with the_gpu(out, alone="replays" in names):
+            return nano.run(Records(out, "nano", asked.suffix), names, ranks)
     if part == "two":
         from perf.kernels import two
 

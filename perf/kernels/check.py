@@ -6,6 +6,8 @@ box and nothing else, a consumer re-arms the other parity, state outside the ste
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,6 +147,19 @@ def check(
     if int(run.health[0]):
         outcome.broken.append("health: a wait ran out")
     return outcome
+
+
+def patiently(case: Callable[[], Outcome], attempts: int = 6) -> Outcome:
+    """Run one case; several processes share the memory, so one that finds none waits for the others and tries again."""
+    for _ in range(attempts - 1):
+        try:
+            return case()
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            time.sleep(3.0)
+        finally:
+            torch.cuda.empty_cache()
+    return case()
 
 
 def _compare(outcome: Outcome, name: str, found: torch.Tensor, exact: torch.Tensor, reference: torch.Tensor, live: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from kimi_k3_decode.ops.contract import Contract, Role
 from kimi_k3_decode.ops.kda.contract import contract as kda_contract
 from kimi_k3_decode.ops.mla import contract as mla
 from kimi_k3_decode.ops.route.contract import contract as route_contract
-from perf.kernels.check import Outcome, Run, check
+from perf.kernels.check import Outcome, Run, check, patiently
 from perf.kernels.operands import Maker, Tensors
 
 POSITIONS = (0, 1, 63, 64, 65535, 65536, 131071, 131072, 1_048_575)
@@ -144,7 +145,7 @@ def run(records: Any, worker: int = 0, workers: int = 1) -> int:
         if number % workers != worker:
             continue
         try:
-            outcome = check(config, contract, 4242, name, **options)
+            outcome = patiently(partial(check, config, contract, 4242, name, **options))
             record = {**asdict(outcome), "holds": outcome.judged()}
         except Exception as error:
             record = {"op": contract.op, "case": name, "holds": False, "error": f"{type(error).__name__}: {error}"[:500]}

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from kimi_k3_decode.config import NANO
+from kimi_k3_decode.config import NANO, Shard
+from kimi_k3_decode.launches import launch_graph
 from kimi_k3_decode.random_init import draw_weights
+from perf.kernels.binaries import warm
 from validation.core.types import Case, Check
 from validation.schedule.gpu import gpu_checks
 
@@ -20,6 +22,12 @@ def cases(names: Iterable[str], ranks: Iterable[int]) -> list[tuple[Check, Case]
     """Checks of the given short names (model, replays, delays) with their cases of these numbers of ranks."""
     named = [check for check in gpu_checks() if check.id.rsplit(".", 1)[-1] in names]
     return [(check, case) for check in named for case in check.cases() if case.params["tp"] in ranks]
+
+
+def warm_up(ranks: Iterable[int], rows: int = 8) -> None:
+    """Compile the kernels of steps of `rows` rows."""
+    for tp in ranks:
+        warm(NANO, launch_graph(NANO, Shard(config=NANO, tp=tp), rows, 1))
 
 
 def run(records: Any, names: Iterable[str] = ("model", "replays", "delays"), ranks: Iterable[int] = (1, 2, 4)) -> int:
