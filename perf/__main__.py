@@ -29,6 +29,11 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     matrix.add_argument(
         "--server", action="append", nargs=2, metavar=("CELL", "JSON"), default=[], help="a `vllm bench` result of a cell id"
     )
+    matrix.add_argument(
+        "--prompt-tokens",
+        type=int,
+        help="mixed prefill on the nano engine with prompts this long; 32768 takes minutes (default: short ones)",
+    )
     matrix.add_argument("--state", type=Path, help="folder that keeps finished parts, so that a stopped sweep continues")
     matrix.add_argument("--ray-address", help="run the sweep's parts on a Ray cluster (or `local`) instead of local processes")
     compare = commands.add_parser(
@@ -54,7 +59,13 @@ def matrix(asked: argparse.Namespace) -> int:
         parts.append(Part(name=f"engine-b{requests}-q{q}", function="perf.cpu_engine:measure", arguments=engine, limit_s=90.0))
     control = {"candidate": "stock", "shapes": [[1, 1]], "pairs": 3 * PAIRS, "control": False}
     parts.append(Part(name="engine-self-check", function="perf.cpu_engine:measure", arguments=control, limit_s=90.0))
-    parts.append(Part(name="workloads", function="perf.workloads:measure", arguments={"candidate": asked.candidate}, limit_s=60.0))
+    replay = {"candidate": asked.candidate}
+    parts.append(Part(name="workloads", function="perf.workloads:measure", arguments=replay, limit_s=90.0))
+    if asked.prompt_tokens is not None:
+        if asked.prompt_tokens < 1:
+            raise HarnessError(f"prompt-tokens: got {asked.prompt_tokens}, needs at least 1")
+        long = {**replay, "prompt_tokens": asked.prompt_tokens, "pairs": 3}
+        parts.append(Part(name="long", function="perf.workloads:measure", arguments=long, limit_s=120.0 + 0.2 * asked.prompt_tokens))
     done = {} if asked.no_engine else run_parts(parts, state=asked.state, processes=1, ray_address=asked.ray_address)
     problems = [f"{name}: {outcome.reason}" for name, outcome in done.items() if outcome.outcome != "measured"]
     value = {name: outcome.value for name, outcome in done.items() if outcome.outcome == "measured"}
@@ -62,7 +73,7 @@ def matrix(asked: argparse.Namespace) -> int:
         tuple(asked.gpu or GPUS_SHOWN),
         engine_rows=[row for name, rows in value.items() if name.startswith("engine-") for row in rows],
         acceptance=value.get("acceptance", {}),
-        workloads=value.get("workloads", {}),
+        workloads=[value[name] for name in ("workloads", "long") if name in value],
         servers=[read_cell(cell, Path(path)) for cell, path in asked.server],
     )
     paths = write(made, asked.out)

@@ -36,6 +36,7 @@ class ServeResult:
     p99_tpot_ms: float | None
     acceptance_length: float | None
     per_position_acceptance: tuple[float, ...]
+    p90_tokens_per_s_per_user: float | None  # nine requests in ten are at least this fast, where the file tells
     raw: dict[str, Any]
 
 
@@ -67,6 +68,7 @@ def read_serve(path: Path) -> ServeResult:
     if not isinstance(positions, list) or not all(isinstance(p, int | float) and 0 <= p <= 1 for p in positions):
         problems.append(f"spec_decode_per_position_acceptance_rates: got {positions!r}, needs shares between 0 and 1")
         positions = []
+    interactivity = _interactivity_p90(table, problems)
     if values.get("completed") == 0:
         problems.append("completed: got 0, needs at least one finished request")
     if problems:
@@ -83,8 +85,28 @@ def read_serve(path: Path) -> ServeResult:
         p99_tpot_ms=p99,
         acceptance_length=acceptance,
         per_position_acceptance=tuple(float(p) for p in positions),
+        p90_tokens_per_s_per_user=interactivity,
         raw=table,
     )
+
+
+def _interactivity_p90(table: dict[str, Any], problems: list[str]) -> float | None:
+    """From each request's tokens and times, waiting included (`--save-detailed`); else from the 90th percentile of the time per output
+    token (`--metric-percentiles 90`), which leaves the first token out; else None."""
+    names = ("output_lens", "ttfts", "itls")
+    lists = [one for one in (table.get(name) for name in names) if isinstance(one, list) and one]
+    if len(lists) == len(names) and len({len(one) for one in lists}) == 1:
+        try:
+            rates = [n / (first + sum(gaps)) for n, first, gaps in zip(*lists, strict=True) if n > 0]
+            found = sorted(float(rate) for rate in rates)
+            if found and math.isfinite(found[0]) and math.isfinite(found[-1]) and found[0] > 0:
+                return found[(len(found) - 1) // 10]
+            raise ValueError("no request with a positive finite rate")
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            problems.append(f"{', '.join(names)}: got {error}, needs tokens and seconds of each request")
+            return None
+    slow_ms = _number(table, "p90_tpot_ms", problems, required=False)
+    return None if slow_ms is None or slow_ms <= 0 else 1e3 / slow_ms
 
 
 @dataclass(frozen=True, kw_only=True)

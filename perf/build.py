@@ -46,7 +46,7 @@ class Matrix:
     engine_rows: tuple[dict[str, Any], ...] = ()
     acceptance: Mapping[str, Any] = field(default_factory=dict)
     servers: tuple[CellResult, ...] = ()
-    workloads: Mapping[str, Any] = field(default_factory=dict)
+    workloads: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def results(self) -> tuple[CellResult, ...]:
@@ -60,7 +60,7 @@ def build(
     engine_rows: Sequence[dict[str, Any]] = (),
     acceptance: Mapping[str, Any] | None = None,
     servers: Iterable[CellResult] = (),
-    workloads: Mapping[str, Any] | None = None,
+    workloads: Sequence[Mapping[str, Any]] = (),
 ) -> Matrix:
     """Fill every cell. Raises Unsupported for an unknown GPU, HarnessError when a published run cannot be read."""
     from perf import cpu_engine
@@ -79,7 +79,7 @@ def build(
         engine_rows=tuple(engine_rows),
         acceptance=acceptance or {},
         servers=tuple(servers),
-        workloads=workloads or {},
+        workloads=tuple(workloads),
     )
 
 
@@ -265,7 +265,7 @@ def write(matrix: Matrix, folder: Path) -> dict[str, Path]:
         "speed_up_against_published": speed_up_errors(projection_errors(matrix.assumptions)),
         "cpu_engine": list(matrix.engine_rows),
         "acceptance": dict(matrix.acceptance),
-        "workloads": dict(matrix.workloads),
+        "workloads": [dict(found) for found in matrix.workloads],
         "conditions": {r.cell.id: r.conditions for r in (*matrix.layers.results, *matrix.engine, *matrix.servers)},
         "cells": rows,
     }

@@ -62,8 +62,10 @@ LIMITS: Mapping[str, tuple[Limit, ...]] = {
         Limit(measurement="mean_length", op=">", bound=1.0, unit="tokens", why="the real drafter gets something accepted"),
     ),
     "perf.workloads": (
-        _least("specialized_steps", 1, "the candidate's path is what ran"),
+        _zero("objections", "each timed reply was right, inputs intact, no work left running, the clock untouched"),
+        _least("pairs", 3, "an interval needs a few"),
         _least("decoded_tokens", 1, "a workload that decodes nothing measures nothing"),
+        Limit(measurement="worst_error", op="<=", bound=ERROR_LIMIT, unit="1", why="timed replies are checked against the FP64 oracle"),
     ),
     "perf.layer": FASTER,
     "perf.step": FASTER,
@@ -174,18 +176,26 @@ def acceptance(case: Case, targets: Mapping[str, Target]) -> Found:
 
 
 def workloads(case: Case, targets: Mapping[str, Target]) -> Found:
-    """Prefill mixed in and an agentic trace, both sides replaying the same trace."""
+    """Prefill mixed in and an agentic trace, each side in a process of its own."""
     from perf import workloads as replayed
     from perf.markdown import workload_table
 
     found = replayed.measure(targets["candidate"].name)
-    sides = [(name, side, values) for name in ("mixed_prefill", "agentic") for side, values in found[name].items()]
+    rows = {name: found[name] for name in ("mixed_prefill", "agentic")}
     measurements = [
-        Measurement(name=f"{name}.{side}.{key}", value=value, unit="1") for name, side, values in sides for key, value in values.items()
+        Measurement(name=f"{name}.{side}.{key}", value=value, unit="1")
+        for name, row in rows.items()
+        for side, values in row["sides"].items()
+        for key, value in values.items()
     ]
-    measurements.append(_count("specialized_steps", found["candidate_steps"]["specialized"]))
-    measurements.append(_count("decoded_tokens", int(min(values["decoded_tokens"] for _, _, values in sides))))
-    return tuple(measurements), {"source": "cpu_engine", "tables": [workload_table(found)]}
+    measurements += [
+        _count("objections", sum(len(row["reasons"]) for row in rows.values())),
+        _count("pairs", min(row["pairs"] for row in rows.values())),
+        _count("decoded_tokens", min(row["decoded_tokens"] for row in rows.values())),
+    ]
+    worst = sorted((row["worst_error"] for row in rows.values()), key=lambda e: (e != e, e))[-1]
+    measurements.append(Measurement(name="worst_error", value=worst, unit="1"))
+    return tuple(measurements), {"source": "cpu_engine", "conditions": found["conditions"], "tables": [workload_table(found)]}
 
 
 def layer(case: Case, targets: Mapping[str, Target]) -> Found:

@@ -56,6 +56,7 @@ def tables(matrix: Matrix) -> list[dict[str, Any]]:
         *_launch_fits(matrix),
         *_published(matrix),
         _refused(matrix),
+        *_servers(matrix),
         *_engine(matrix),
     ]
 
@@ -265,32 +266,73 @@ def _engine(matrix: Matrix) -> list[dict[str, Any]]:
         names = ("acceptance", "mean length", "verify steps", "items", "drafts", "problem")
         rows = [[a["acceptance"], _short(a["mean_length"]), a["verify_steps"], a["items"], a["drafts"], a["problem"] or "none"]]
         made.append(table("Acceptance length of the real drafter (nano, word problems)", names, rows, "Measured, not applied."))
-    if matrix.workloads:
-        made.append(workload_table(matrix.workloads))
+    made += [workload_table(found) for found in matrix.workloads]
     return made
 
 
 def workload_table(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Mixed prefill and the agentic trace on the nano engine, both sides."""
+    """Mixed prefill and the agentic trace on the nano engine, both sides; a multiplier beside all that it depends on."""
+    rows: Rows = []
+    for name, what in (("mixed_prefill", "prefill and decode, end to end"), ("agentic", "turns, end to end")):
+        row = found.get(name)
+        if row is None:
+            continue
+        ratio = f"{row['speed_up']:.2f} ({row['speed_up_low']:.2f}–{row['speed_up_high']:.2f}), {what}" if "speed_up" in row else "–"
+        settings = _workload_settings(row)
+        for side in ("stock", "candidate"):
+            values = row["sides"].get(side, {})
+            rates = [_short(values.get(k)) for k in ("decode_alone_tokens_per_s", "end_to_end_tokens_per_s", "p90_tokens_per_s_per_user")]
+            rows.append([name, side, *rates, ratio if side == "candidate" else "", settings, "; ".join(row["reasons"]) or "none"])
+    known = found["conditions"]
+    versions = ", ".join(f"{k} {v}" for k, v in dict(known["versions"]).items())
+    note = (
+        f"cpu_engine: the nano model by contract execution, candidate {found['candidate']}; {known['hardware']}, both sides alike; "
+        f"{known['date']}; {versions}. Each side in a process of its own, fresh inputs, every timed reply checked. Decode alone is the "
+        "trace less its prefill, timed by itself. P90: nine turns in ten reach this rate for their user, waiting and prefill counted."
+    )
+    columns = ("workload", "side", "decode alone, tok/s", "end to end, tok/s", "P90 interactivity, tok/s a user", "stock over candidate",
+               "settings", "objections")  # fmt: skip
+    return table("Workloads beside pure decode", columns, rows, note)
+
+
+def _workload_settings(row: Mapping[str, Any]) -> str:
+    shape = (
+        f"prompts of {row['prompt_tokens']}" if "prompt_tokens" in row else f"{row['turns']} turns, {row['tool_tokens']} tool tokens each"
+    )
+    return f"{row['users']} users, {shape}, {row['decoded_tokens']} tokens decoded, no speculation, prefill counted, {row['pairs']} pairs"
+
+
+def _servers(matrix: Matrix) -> list[dict[str, Any]]:
+    """Results of servers as they were given, beside their conditions."""
     rows: Rows = [
         [
-            name,
-            side,
-            _short(v["decode_alone_tokens_per_s"]),
-            _short(v["end_to_end_tokens_per_s"]),
-            _short(v.get("p90_tokens_per_s_per_user")),
+            r.cell.id,
+            r.outcome,
+            _short(r.step_us),
+            _short(r.tokens_per_s_per_user),
+            _short(r.conditions.get("p90_tokens_per_s_per_user")),
+            _short(r.conditions.get("end_to_end_tokens_per_s")),
+            conditions_text(r),
+            "; ".join(r.reasons) or "none",
+            r.evidence,
         ]
-        for name in ("mixed_prefill", "agentic")
-        for side, v in found[name].items()
+        for r in matrix.servers
     ]
-    steps = found["candidate_steps"]
-    note = (
-        f"cpu_engine: the nano model on this machine's processor, candidate {found['candidate']}, {found['rounds']} interleaved rounds; "
-        f"of the candidate's steps {steps['specialized']} ran specialised and {steps['stock']} stock, prefill is stock's on both sides. "
-        "P90: nine turns in ten are at least this fast for their user, waiting included."
+    columns = (
+        "cell",
+        "outcome",
+        "step, us",
+        "tok/s a user",
+        "P90 interactivity, tok/s a user",
+        "end to end, tok/s",
+        "conditions",
+        "reasons",
+        "file",
     )
-    columns = ("workload", "side", "decode alone, tok/s", "end to end, tok/s", "P90 interactivity, tok/s a user")
-    return table("Workloads beside pure decode", columns, rows, note)
+    note = (
+        "`vllm bench` JSON. A step is the median time per output token times the acceptance length; end to end counts prefill and waiting."
+    )
+    return [table("Servers", columns, rows, note)] if rows else []
 
 
 def page(matrix: Matrix) -> str:

@@ -66,6 +66,7 @@ def _read(cell: Cell, path: Path) -> tuple[float, AcceptanceKind, dict[str, obje
         return 1e6 * latency.median_s / latency.output_tokens, AcceptanceKind.NONE, conditions, reasons
     served = read_serve(path)
     conditions |= {"date": str(served.raw.get("date", "")), "versions": {}}
+    conditions |= {"p90_tokens_per_s_per_user": served.p90_tokens_per_s_per_user, "end_to_end_tokens_per_s": served.output_tokens_per_s}
     if cell.q == 1:
         return 1e3 * served.median_tpot_ms, AcceptanceKind.NONE, conditions, []
     tolerance = load_policy().limit("perf", "acceptance_length_tolerance")

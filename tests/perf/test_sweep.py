@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from perf.bench_json import SERVE_REQUIRED
+from perf.build import build
+from perf.markdown import tables
 from perf.matrix import enumerate_cells
 from perf.servers import parse_cell, read_cell
 from perf.sweep import Part, run_parts
+from tests.perf.test_build import NOTHING
 from validation.core.types import HarnessError
 
 HERE = "tests.perf.test_sweep"
@@ -95,6 +98,27 @@ def test_server_results_become_cells(tmp_path: Path) -> None:
     assert off.outcome == "error"
     assert "within 2%" in off.reasons[0]
     assert read_cell(SPECULATIVE, serve(tmp_path / "c.json", spec_decode_acceptance_length=None)).outcome == "error"
+
+
+def test_interactivity_of_a_server_comes_from_each_request_or_from_the_percentile(tmp_path: Path) -> None:
+    lens, firsts = [10] * 11, [0.5] * 11
+    gaps = [[0.1 * (n + 1)] * 5 for n in range(11)]
+    detailed = read_cell(SPECULATIVE, serve(tmp_path / "a.json", output_lens=lens, ttfts=firsts, itls=gaps))
+    rates = sorted(10 / (0.5 + 0.5 * (n + 1)) for n in range(11))
+    assert detailed.conditions["p90_tokens_per_s_per_user"] == pytest.approx(rates[1])
+    assert read_cell(SPECULATIVE, serve(tmp_path / "b.json", p90_tpot_ms=4.0)).conditions["p90_tokens_per_s_per_user"] == 250.0
+    assert read_cell(SPECULATIVE, serve(tmp_path / "c.json")).conditions["p90_tokens_per_s_per_user"] is None
+    for bad in (
+        {"output_lens": [1], "ttfts": ["x"], "itls": [[1]]},
+        {"output_lens": [0], "ttfts": [1.0], "itls": [[]]},
+        {"p90_tpot_ms": "slow"},
+    ):
+        got = read_cell(SPECULATIVE, serve(tmp_path / "d.json", **bad))
+        assert got.outcome == "error"
+        assert "bench JSON" in got.reasons[0]
+    page = "\n".join(str(table) for table in tables(build(("H200",), published=NOTHING, servers=[detailed])))
+    assert "Servers" in page
+    assert f"{rates[1]:.4g}" in page
 
 
 def test_latency_files_and_malformed_ones(tmp_path: Path) -> None:
