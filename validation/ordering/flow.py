@@ -32,6 +32,7 @@ from validation.ordering.model import INSTRUCTION_BYTES
 from validation.ordering.operands import parse_operands
 from validation.ordering.program import Program
 from validation.ordering.roles import Evaluator, WarpRole
+from validation.ordering.values import Value
 
 Key = tuple[int, bool, tuple[int, ...]]  # block, grid wait passed, return pcs
 MAX_CALLS = 4
@@ -45,6 +46,12 @@ class Handover:
 
     barriers: dict[tuple[str, int], int] = field(default_factory=dict)  # (id, pc), or (id, -1) wherever it stands
     mbarriers: dict[int, int] = field(default_factory=dict)
+
+
+def _under(overlay: dict, state: State, slot: int) -> Value:
+    """A register under the predicate of an overlay; what was written since then no longer depends on it."""
+    known = overlay.get(slot)
+    return known[1] if known is not None and state[slot] is known[0] else state[slot]
 
 
 class Flow:
@@ -133,8 +140,9 @@ class Flow:
             old[MUST], old[DEPTH], old[MAY], old[ASSUME] = order
             changed = True
         if old[OVERLAY] != state[OVERLAY]:
-            overlay = state[OVERLAY] if self.came_from[key] == source and key not in self.joins else {}
-            if overlay or old[OVERLAY]:
+            alone = self.came_from[key] == source and key not in self.joins
+            overlay = state[OVERLAY] if alone else self._join_overlay(self.states[key], state, old)
+            if overlay != old[OVERLAY]:
                 old = old if changed else old[:]
                 old[OVERLAY] = overlay
                 changed = True
@@ -147,6 +155,20 @@ class Flow:
         if changed:
             self.states[key] = old
         return changed
+
+    def _join_overlay(self, a: State, b: State, joined: State) -> dict:
+        """What registers are when a predicate turns out true, where two paths meet. A path that does not say has the register's value."""
+        found: dict = {}
+        for place in a[OVERLAY].keys() | b[OVERLAY].keys():
+            first, second, values = a[OVERLAY].get(place, {}), b[OVERLAY].get(place, {}), {}
+            for slot in first.keys() | second.keys():
+                now = joined[slot]
+                when = self.domain.join(_under(first, a, slot), _under(second, b, slot))
+                if when is not now:
+                    values[slot] = (now, when)
+            if values:
+                found[place] = values
+        return found
 
     def _join_memory(self, a: dict, b: dict) -> dict | None:
         merged = None

@@ -12,6 +12,7 @@ import hashlib
 import multiprocessing
 import os
 import pickle
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -33,13 +34,30 @@ class Job:
     launch: LaunchFacts = field(default_factory=LaunchFacts)
 
 
+# What every answer passes through. All that it imports within the package counts as well.
+ROOTS = ("units",)
+_IMPORT = re.compile(r"^\s*(?:from validation\.ordering\.(\w+) import|from validation\.ordering import ([\w, ]+))", re.MULTILINE)
+
+
+def engine_modules() -> tuple[str, ...]:
+    """Modules of this package whose change may change an answer."""
+    folder, found, waiting = Path(__file__).parent, set[str](), list(ROOTS)
+    while waiting:
+        name = waiting.pop()
+        if name in found or not (folder / f"{name}.py").is_file():
+            continue
+        found.add(name)
+        for one, several in _IMPORT.findall((folder / f"{name}.py").read_text()):
+            waiting += [one] if one else [part.split(" as ")[0].strip() for part in several.split(",")]
+    return tuple(sorted(found))
+
+
 @functools.cache
 def engine_digest() -> str:
-    """Digest of every source file of this package: part of each cache key."""
+    """Digest of the engine's source files: part of each cache key, so that a changed engine never serves an old answer."""
     digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.name.encode())
-        digest.update(source.read_bytes())
+    for name in engine_modules():
+        digest.update(f"\0{name}\0".encode() + (Path(__file__).parent / f"{name}.py").read_bytes())
     return digest.hexdigest()
 
 

@@ -22,7 +22,7 @@ from validation.ordering.binaries import READ_SUFFIXES, load_binaries
 from validation.ordering.model import AuditResult, FileError, KernelBinary, LaunchFacts, PtxKernel, RoleMap
 from validation.ordering.pool import Job, audit_job, engine_digest
 
-PORTION_BYTES = 1 << 20  # of cubins and libraries read at once
+PORTION_BYTES = 3 << 20  # of cubins and libraries read at once
 
 
 class Facts(Protocol):
@@ -135,12 +135,15 @@ def audit_units(
 
 
 def _portions(units: Sequence[Unit], missing: Sequence[int], workers: int) -> Iterator[tuple[list[int], list[Answer]]]:
+    """Like with like: a portion of one architecture starts `nvdisasm` once."""
+    ordered = sorted(missing, key=lambda number: _flavour(units[number]))
+    limit = min(PORTION_BYTES, sum(units[number].bytes for number in missing) // max(1, workers) + 1)
     portions: list[list[int]] = []
-    size = PORTION_BYTES
-    for number in missing:
-        if size >= PORTION_BYTES:
+    size, flavour = limit, b""
+    for number in ordered:
+        if size >= limit or _flavour(units[number]) != flavour:
             portions.append([])
-            size = 0
+            size, flavour = 0, _flavour(units[number])
         portions[-1].append(number)
         size += units[number].bytes
     if workers <= 1 or len(portions) <= 1:
@@ -153,6 +156,15 @@ def _portions(units: Sequence[Unit], missing: Sequence[int], workers: int) -> It
         waiting = {pool.submit(audit_portion, [units[number] for number in portion]): portion for portion in portions}
         for future in concurrent.futures.as_completed(waiting):
             yield waiting[future], future.result()
+
+
+def _flavour(unit: Unit) -> bytes:
+    """The ELF flags of the first file, which name the architecture of a cubin."""
+    try:
+        with unit.paths[0].open("rb") as file:
+            return file.read(0x34)[0x30:]
+    except OSError:
+        return b""
 
 
 def audit_portion(units: Sequence[Unit]) -> list[Answer]:

@@ -4,57 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from pathlib import Path
 
 import pytest
 
 from validation.ordering import pool
 from validation.ordering.audit import audit_kernel
-from validation.ordering.binaries import load_binaries
+from validation.ordering.benchmark import STRESS_ROLES, assemble
 from validation.ordering.model import KernelBinary, LaunchFacts, PtxKernel, Role, RoleEntry, RoleMap
 from validation.ordering.pool import Job, audit_many, job_digest
-from validation.ordering.ptx import parse_ptx
-from validation.ordering.tools import run_tool
 
-ROLES = RoleMap(
-    by_index={(i, 0): RoleEntry(role=role, reason="test") for i, role in enumerate([Role.INPUT, Role.WEIGHT, Role.OUTPUT, Role.SCALAR])}
-)
+ROLES = STRESS_ROLES
 # Every weight read becomes a finding: roles of warps are analysed too, and paths are built.
 WORST = RoleMap(by_index={**ROLES.by_index, (1, 0): RoleEntry(role=Role.INPUT, reason="test")})
 LEAST_PER_SECOND = 8000
 SIZES = (300, 2500, 17000)  # gives about 400, 3,000 and 21,000 instructions
-
-
-def stress_ptx(size: int) -> str:
-    """A kernel of blocks with branches, loops, gathers and shared stores, ending in a grid wait."""
-    parts = [
-        ".version 8.8\n.target sm_90a\n.address_size 64",
-        ".visible .entry k(.param .u64 p_x, .param .u64 p_w, .param .u64 p_y, .param .u32 p_n)",
-        ".reqntid 256,1,1\n{ .reg .pred %p<20>; .reg .b32 %r<200>; .reg .b64 %rd<60>; .reg .f32 %f<200>; .shared .align 128 .b8 sm[4096];",
-        "ld.param.u64 %rd1,[p_x]; ld.param.u64 %rd2,[p_w]; ld.param.u64 %rd3,[p_y]; ld.param.u32 %r50,[p_n];",
-        "mov.u32 %r1,%tid.x; mov.u32 %r2,%ctaid.x; mad.lo.s32 %r3,%r2,256,%r1; mov.f32 %f9,0f00000000;",
-    ]
-    for i in range(size // 18 + 1):
-        barrier = " bar.sync 0;" if i % 16 == 7 else ""
-        parts.append(
-            f"mul.wide.s32 %rd5,%r3,4; add.s64 %rd6,%rd2,%rd5; ld.global.f32 %f1,[%rd6+{i * 4}]; and.b32 %r4,%r1,{1 << i % 8};"
-            f" setp.eq.s32 %p1,%r4,0; @%p1 bra C{i}; ld.global.u32 %r5,[%rd6+{i * 8}]; mul.wide.u32 %rd7,%r5,4; add.s64 %rd8,%rd2,%rd7;"
-            f" ld.global.f32 %f2,[%rd8]; fma.rn.f32 %f9,%f1,%f2,%f9; st.shared.f32 [sm+{i * 4 % 4096}],%f9; C{i}: mov.u32 %r6,0;"
-            f" D{i}: add.s32 %r3,%r3,{i + 1}; mul.wide.s32 %rd9,%r3,4; add.s64 %rd10,%rd2,%rd9; ld.global.f32 %f3,[%rd10];"
-            f" fma.rn.f32 %f9,%f3,%f9,%f9; add.s32 %r6,%r6,1; setp.lt.s32 %p2,%r6,%r50; @%p2 bra D{i};{barrier}"
-        )
-    parts.append(
-        "griddepcontrol.wait; mul.wide.s32 %rd5,%r3,4; add.s64 %rd6,%rd1,%rd5; ld.global.f32 %f1,[%rd6]; add.f32 %f9,%f9,%f1;"
-        " add.s64 %rd8,%rd3,%rd5; st.global.f32 [%rd8],%f9; ret; }"
-    )
-    return "\n".join(parts)
-
-
-def assemble(folder: Path, size: int) -> tuple[KernelBinary, PtxKernel]:
-    text = stress_ptx(size)
-    (folder / "k.ptx").write_text(text)
-    run_tool("ptxas", "-arch=sm_90a", "-O1", "-o", str(folder / "k.cubin"), str(folder / "k.ptx"))
-    return load_binaries(folder / "k.cubin").kernels[0], parse_ptx(text)[0]
 
 
 def rate(kernel: KernelBinary, roles: RoleMap, ptx: PtxKernel | None = None) -> float:
