@@ -1,7 +1,7 @@
 """Published whole steps of one rank: what they say, and whether they may be shown.
 
 Such a step runs every layer with weights of its own, but its messages return to the same rank: waiting for peers is not in it. So it is no
-cell of the matrix, and stock is not timed beside it.
+cell of the matrix. Stock's step is a record of its own, timed behind it: the weights of both do not fit into one card.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def tables() -> list[dict[str, Any]]:
     rows = [_row(step) for step in read() if not step.reasons]
     note = (
         "gpu_timer: embedding, 93 layers with weights of their own, final norm, LM head and sampling on one GPU. Messages return to the "
-        "rank, so the wait for peers is not in it; stock is not timed at this depth. The floor is bytes over the copy rate of the same run."
+        "rank, so the wait for peers is not in it. Stock is timed behind it, not in turns. The floor is bytes over that run's copy rate."
     )
     columns = ("share", "rows", "tokens a request", "context", "step, ms", "floor, ms", "times the floor", "hardware", "evidence")
     return [table("Whole steps of one rank", columns, rows, note)] if rows else []

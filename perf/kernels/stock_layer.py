@@ -45,10 +45,11 @@ class StockLayer:
         self.w = {name.removeprefix(f"{tag}."): t for name, t in weights.items() if name.startswith(f"{tag}.")}
         # One product reads w1 and w3: the codes are stacked once, at load.
         stacked = keep if keep is not None else {}
-        for name in ("EIJ", "scale_EIG"):
+        for name in ("EIJ", "scale_EIG") if config.is_moe(layer) else ():
             if f"{tag}.{name}" not in stacked:
                 stacked[f"{tag}.{name}"] = torch.cat((self.w[f"experts_up.w1_{name}"], self.w[f"experts_up.w3_{name}"]), dim=1)
-        self.up_codes, self.up_scales = stacked[f"{tag}.EIJ"], stacked[f"{tag}.scale_EIG"]
+        if config.is_moe(layer):
+            self.up_codes, self.up_scales = stacked[f"{tag}.EIJ"], stacked[f"{tag}.scale_EIG"]
         self.state = state
         d, c, s, k = config.hidden_size, config, self.shard, config.n_experts_per_token
         self.blocks = torch.randn(max(1, c.n_blocks_before_attention(layer)), rows, d, device="cuda").to(torch.bfloat16)

@@ -171,6 +171,47 @@ def gated_norm(o: Any, proj: Any, norm: Any, out: Any, gate_column: int, eps: fl
 
 
 @triton.jit
+def _mla_prepare(
+    proj, q_norm, kv_norm, qa, cache, P, L, at, eps, Q: tl.constexpr, C: tl.constexpr, E: tl.constexpr,
+    BQ: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """RMSNorm of the query's and of the cached latent of one row; the cache entry (latent and unrotated keys) is written at `at`."""
+    row = tl.program_id(0)
+    k = tl.arange(0, BQ)
+    x = tl.load(proj + row * P + k, k < Q, 0.0).to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x) / Q + eps) * tl.load(q_norm + k, k < Q, 0.0).to(tl.float32)
+    tl.store(qa + row * Q + k, y.to(tl.bfloat16), k < Q)
+    c = tl.arange(0, BC)
+    z = tl.load(proj + row * P + Q + c, c < C, 0.0).to(tl.float32)
+    z = z * tl.rsqrt(tl.sum(z * z) / C + eps) * tl.load(kv_norm + c, c < C, 0.0).to(tl.float32)
+    entry = cache + (row.to(tl.int64) * L + at) * E
+    tl.store(entry + c, z.to(tl.bfloat16), c < C)
+    e = tl.arange(0, BE)
+    tl.store(entry + C + e, tl.load(proj + row * P + Q + C + e, e < E - C, 0.0), e < E - C)
+
+
+def mla_prepare(proj: Any, q_norm: Any, kv_norm: Any, qa: Any, cache: Any, at: int, eps: float) -> None:
+    rows, length, entry = cache.shape
+    q, c = qa.shape[1], kv_norm.shape[0]
+    sizes = [triton.next_power_of_2(n) for n in (q, c, entry - c)]
+    _mla_prepare[(rows,)](proj, q_norm, kv_norm, qa, cache, proj.shape[1], length, at, eps, q, c, entry, *sizes, num_warps=8)
+
+
+@triton.jit
+def _mla_gate(values, proj, out, T, P, GATE, H: tl.constexpr, V: tl.constexpr):
+    row, head = tl.program_id(0), tl.program_id(1)
+    v = tl.arange(0, V)
+    y = tl.load(values + (head * T + row) * V + v).to(tl.float32)
+    gate = tl.load(proj + row * P + GATE + head * V + v).to(tl.float32)
+    tl.store(out + (row * H + head) * V + v, (y / (1.0 + tl.exp(-gate))).to(tl.bfloat16))
+
+
+def mla_gate(values: Any, proj: Any, out: Any, gate_column: int) -> None:
+    heads, rows, width = values.shape
+    _mla_gate[(rows, heads)](values, proj, out, rows, proj.shape[1], gate_column, heads, width, num_warps=1)
+
+
+@triton.jit
 def _route(logits, bias, ids, weights, E: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr):
     row = tl.program_id(0)
     e = tl.arange(0, BLOCK)
