@@ -47,6 +47,25 @@ SOURCES = {
 }
 
 
+def test_only_a_reviewed_version_of_a_checkpoint_reader_counts_as_the_measured_one(checkout, monkeypatch):
+    """The exemption is by content: code hidden in such a file makes evidence stale like code anywhere else."""
+    for name in digests.READERS:
+        assert digests._parse(PROJECT_ROOT, PROJECT_ROOT / name, 0, 0)[0] in digests.READERS[name], f"{name}: look at it and list it"
+    reader = checkout / "kimi_k3_decode" / "checkpoint.py"
+    kernel = checkout / "kimi_k3_decode" / "ops" / "kda" / "kernel.py"
+    reader.write_text("def read(path):\n    return path\n")
+    kernel.write_text("from kimi_k3_decode.checkpoint import read\n" + kernel.read_text())
+    measured = digests.current(checkout)
+    own = digests._parse(checkout, reader, 1, 1)[0]
+    reader.write_text("def read(path):\n    return str(path)\n")
+    assert digests.current(checkout)["kernels/kda"] != measured["kernels/kda"]
+    looked_at = digests._parse(checkout, reader, 2, 2)[0]
+    monkeypatch.setattr(digests, "READERS", {"kimi_k3_decode/checkpoint.py": (own, looked_at)})
+    assert digests.current(checkout) == measured
+    reader.write_text("def read(path):\n    import os\n    return os.environ['FAST'] or str(path)\n")
+    assert digests.current(checkout)["kernels/kda"] != measured["kernels/kda"]
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     root = tmp_path / "checkout"
