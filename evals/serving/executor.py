@@ -22,6 +22,7 @@ from validation.core.types import HarnessError
 
 DOWN_AFTER = 3  # answers "unreachable" in a row before a server is left alone
 LOST_WORKERS_MAX = 3  # workers that may die over one request before it is recorded as failed
+SWITCH_S = 0.001  # prompts are built and records written by other threads: none may keep the interpreter while a slot stands empty
 MAX_CHARACTERS = 192 << 20  # of prompts in flight, and again of prompts built ahead
 
 
@@ -145,11 +146,14 @@ class Executor:
         self._primed = False  # nothing is sent before there is a prompt for every slot
         self._exhausted = False
         self._stopped = ""
+        self._error: BaseException | None = None
 
     async def run(self, windows: Iterator[Sequence[Ask]]) -> Throughput:
         """Ask everything the windows hold. Raises what building a window raises, and HarnessError of an asker."""
         self._signal = asyncio.Event()
         started = time.monotonic()
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)
         with ThreadPoolExecutor(1, thread_name_prefix="prompts") as pool:
             try:
                 async with asyncio.TaskGroup() as group:
@@ -158,6 +162,10 @@ class Executor:
                         group.create_task(self._slot())
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None  # the first one ended the others
+            finally:
+                sys.setswitchinterval(interval)
+        if self._error is not None:
+            raise self._error
         mean, full = self._meter.shares
         return Throughput(
             **{name: value for name, value in vars(self._tally).items() if name not in ("failed", "by_endpoint")},
@@ -215,6 +223,7 @@ class Executor:
         return None
 
     async def _slot(self) -> None:
+        loop = asyncio.get_running_loop()
         while (ask := await self._next()) is not None:
             lane = min((lane for lane in self._lanes if not lane.down), key=lambda lane: lane.flying)
             self._flying += 1
@@ -230,10 +239,21 @@ class Executor:
                 lane.flying -= 1
                 self._flying -= 1
                 self._flying_characters -= len(ask.prompt)
-            self._settle(ask, answer, lane)
+            if answer.failure:
+                self._settle(ask, answer, lane)
+            else:  # the next request leaves first
+                loop.call_soon(self._settle_later, ask, answer, lane)
         self._wake()
 
     # ---- outcome ----
+    def _settle_later(self, ask: Ask, answer: Answer, lane: _Lane) -> None:
+        try:
+            self._settle(ask, answer, lane)
+        except BaseException as error:  # nobody awaits a callback: `run` raises it
+            self._error = self._error or error
+            self._stopped = self._stopped or f"{type(error).__name__}: {error}"
+            self._wake()
+
     def _settle(self, ask: Ask, answer: Answer, lane: _Lane) -> None:
         """Record the answer, or put the request back when nobody was there to take it."""
         lane.unreachable = lane.unreachable + 1 if answer.failure == UNREACHABLE else 0

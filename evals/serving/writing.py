@@ -34,7 +34,8 @@ class Writer:
     ) -> None:
         self._store, self._fingerprint, self._path, self._reading = store, fingerprint, path, reading
         self._score, self._shown, self._title = score, shown, title
-        self._queue: queue.Queue[tuple[Ask, Answer] | None] = queue.Queue(QUEUE)
+        # Not a bounded Queue: its lock hands the interpreter to the other thread at each put, while a slot stands empty.
+        self._queue: queue.SimpleQueue[tuple[Ask, Answer] | None] = queue.SimpleQueue()
         self._score_again_at = 0.0
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name=f"records-{path}", daemon=True)
@@ -54,6 +55,8 @@ class Writer:
         if self._error is not None:
             raise self._error
         self._queue.put((ask, answer))
+        while self._queue.qsize() > QUEUE and self._error is None:  # a disk that cannot keep up holds the requests back, not the memory
+            time.sleep(0.01)
 
     def _work(self) -> None:
         more = True
