@@ -9,7 +9,8 @@ from __future__ import annotations
 from validation.core.types import Claim
 
 ALL = ("embedded", "gpu", "serving")
-GPU = ("gpu", "serving")
+# Behind two servers there is no oracle and no kernel to look at: C-SERVE-1 and C-SERVE-2 ask instead.
+IN_PROCESS = ("embedded", "gpu")
 
 CLAIMS: tuple[Claim, ...] = (
     # ---- scope ----
@@ -46,7 +47,7 @@ CLAIMS: tuple[Claim, ...] = (
             "numerics.nonfinite",
             "numerics.state_layout",
         ),
-        required_in=ALL,
+        required_in=IN_PROCESS,
         proven_by="make numerics",
     ),
     Claim(
@@ -54,7 +55,7 @@ CLAIMS: tuple[Claim, ...] = (
         sentence="End to end, routing forced and free, the error against the oracle is at most 1.5 times stock's; no NaN stays hidden.",
         lane="numerics",
         checks=("numerics.end_to_end", "numerics.nonfinite"),
-        required_in=ALL,
+        required_in=IN_PROCESS,
         proven_by="make numerics",
     ),
     Claim(
@@ -62,7 +63,7 @@ CLAIMS: tuple[Claim, ...] = (
         sentence="Per token, up to 32 k tokens of real prefill, the path stays as close to the oracle as stock does, without drift.",
         lane="numerics",
         checks=("numerics.long_context", "numerics.long_context_overall"),
-        required_in=ALL,
+        required_in=IN_PROCESS,
         proven_by="make numerics",
     ),
     Claim(
@@ -70,7 +71,7 @@ CLAIMS: tuple[Claim, ...] = (
         sentence="The same holds at page, power-of-two and maximum positions up to 1,048,575.",
         lane="numerics",
         checks=("numerics.far_context", "numerics.far_context_overall"),
-        required_in=ALL,
+        required_in=IN_PROCESS,
         proven_by="make numerics",
     ),
     # ---- schedule ----
@@ -79,7 +80,7 @@ CLAIMS: tuple[Claim, ...] = (
         sentence="A step reads only what it or a step before wrote: poison, delays, skewed ranks and replays change no bit.",
         lane="schedule",
         checks=("schedule.*",),
-        required_in=GPU,
+        required_in=("gpu",),
         proven_by="fasttrack run --profile gpu --lanes schedule",
     ),
     # ---- evals ----
@@ -88,7 +89,7 @@ CLAIMS: tuple[Claim, ...] = (
         sentence="On each suite the score is within one standard error of stock's, and no drop above the allowed one is left open.",
         lane="evals",
         checks=("evals.gate.*",),
-        required_in=ALL,
+        required_in=IN_PROCESS,
         proven_by="make evals",
     ),
     # ---- what this profile cannot reach ----
@@ -97,7 +98,7 @@ CLAIMS: tuple[Claim, ...] = (
         sentence="The kernels themselves, not their contracts, give these results on the GPU, and the new path is what ran.",
         lane="schedule",
         checks=("schedule.gpu.*",),
-        required_in=GPU,
+        required_in=("gpu",),
         proven_by="fasttrack run --profile gpu on a Hopper or Blackwell machine",
     ),
     Claim(
@@ -106,7 +107,23 @@ CLAIMS: tuple[Claim, ...] = (
         lane="evals",
         checks=("evals.serving.*",),
         required_in=("serving",),
-        proven_by="fasttrack run --profile serving with two servers",
+        proven_by="fasttrack init, then make validate PROFILE=serving CONFIG=validate.toml",
+    ),
+    Claim(
+        id="C-SERVE-2",
+        sentence="Per token on the servers, up to the longest served context, the candidate is as close to stock as stock is to itself.",
+        lane="numerics",
+        checks=("numerics.serving.*",),
+        required_in=("serving",),
+        proven_by="fasttrack init, then make validate PROFILE=serving CONFIG=validate.toml",
+    ),
+    Claim(
+        id="C-SERVE-3",
+        sentence="The speed of both servers under one load is measured, with no request lost, and stands in the matrix.",
+        lane="perf",
+        checks=("perf.serving.*",),
+        required_in=(),
+        proven_by="the same, with [perf] in validate.toml",
     ),
     Claim(
         id="C-PERF-1",

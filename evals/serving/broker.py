@@ -5,6 +5,7 @@ crashes; so the run's own process starts and stops servers. With one set of GPUs
 talks to it over a local socket, one JSON object a message:
 
     {"op": "up", "side": "stock", "fresh": false}  ->  {"base_urls": [...], "starts": 1, "facts": {...}, ...}  or  {"error": "..."}
+    {"op": "say", "text": "..."}                   ->  {}, shown to whoever watches the run
     {"op": "state"}                                ->  per side: addresses, starts, deaths, failed starts, log, facts
 """
 
@@ -54,7 +55,7 @@ class Servers:
     """Both sides. `up` returns addresses that answer; every started server is gone after `close`."""
 
     def __init__(self, config: ServingConfig, folder: Path, say: Callable[[str], None] = lambda text: None) -> None:
-        self._config, self._folder, self._say = config, folder, say
+        self._config, self._folder, self.say = config, folder, say
         self._states = {role: _State() for role in SIDES}
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -150,7 +151,7 @@ class Servers:
         ended = state.server.death() if state.server is not None else ""
         if ended:
             state.deaths.append(f"the {role} server {ended}")
-            self._say(f"serving: {state.deaths[-1]}")
+            self.say(f"serving: {state.deaths[-1]}")
             self._stop(role)
 
     def _start(self, role: str) -> None:
@@ -163,7 +164,7 @@ class Servers:
         if not self._config.servers.together:
             for other in SIDES:
                 self._stop(other)
-        self._say(f"serving: starting {role}")
+        self.say(f"serving: starting {role}")
         side = dataclasses.replace(self._config.side(role), port=state.port)
         state.server = StartedServer(side, role=role, folder=self._folder, poll_s=self._config.servers.poll_s)
         try:
@@ -174,7 +175,7 @@ class Servers:
                 state.failed.append(str(error))
             raise
         state.starts += 1
-        self._say(f"serving: {role} answers at {state.server.base_url}")
+        self.say(f"serving: {role} answers at {state.server.base_url}")
 
     def _stop(self, role: str) -> None:
         state = self._states[role]
@@ -223,6 +224,9 @@ class Broker:
         try:
             if request["op"] == "state":
                 return self._servers.state()
+            if request["op"] == "say":
+                self._servers.say(str(request["text"]))
+                return {}
             return self._servers.up(str(request["side"]), fresh=bool(request.get("fresh")))
         except (StartFailed, HarnessError) as error:
             return {"error": str(error)}
@@ -242,12 +246,14 @@ class BrokerClient:
         if path is None:
             raise HarnessError(f"servers: got no {ADDRESS_FILE} near {scratch}, needs a run of the serving profile that holds the servers")
         told = json.loads(path.read_text())
+        self._turn = threading.Lock()
         self._connection = Client(told["address"], family="AF_UNIX", authkey=bytes.fromhex(told["key"]))
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            self._connection.send_bytes(json.dumps(request).encode())
-            answer: dict[str, Any] = json.loads(self._connection.recv_bytes())
+            with self._turn:
+                self._connection.send_bytes(json.dumps(request).encode())
+                answer: dict[str, Any] = json.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
             raise StartFailed(f"the run that holds the servers is gone ({type(error).__name__})") from error
         if "error" in answer:
@@ -259,6 +265,9 @@ class BrokerClient:
 
     def state(self) -> dict[str, Any]:
         return self._ask({"op": "state"})
+
+    def say(self, text: str) -> None:
+        self._ask({"op": "say", "text": text})
 
 
 def config_of(settings: Settings) -> ServingConfig:

@@ -243,6 +243,11 @@ class SuiteRun:
                 if pending:
                     self._ask_while_up(pending, repeats)
 
+    def ask_first(self, paths: Sequence[str]) -> bool:
+        """Ask `paths` the first look's questions, for servers that take turns; whether every request reached a server."""
+        self.ask(self._looks.next_repeats(self._budget, 0), paths)
+        return not any(one.stopped for path in paths for one in self._passes[path][-1:])
+
     def _ask_while_up(self, pending: Mapping[str, int], repeats: int) -> None:
         started = time.monotonic()
         with quiet_lm_eval():

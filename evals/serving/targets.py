@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from evals.serving.broker import BrokerClient, config_of
 from evals.serving.client import Endpoint
@@ -53,8 +55,14 @@ class Link:
         log = Path(told["log"]) if told["log"] else None
         return Live(role=role, base_urls=tuple(told["base_urls"]), starts=int(told["starts"]), facts=dict(told["facts"]), log=log)
 
-    def state(self) -> Mapping[str, Mapping[str, object]]:
+    def state(self) -> Mapping[str, Mapping[str, Any]]:
+        """Per side: addresses, starts, deaths, failed starts, log and facts."""
         return self._broker.state()
+
+    def say(self, text: str) -> None:
+        """A line for whoever watches the run; never an error."""
+        with contextlib.suppress(StartFailed):
+            self._broker.say(text)
 
     def require_alike(self) -> dict[str, Mapping[str, str]]:
         """The facts of both sides. Raises Refused when they differ in what the file does not accept: then nothing is worth measuring."""
@@ -66,7 +74,7 @@ class Link:
 
     def facts(self) -> dict[str, Mapping[str, str]]:
         """Of both sides; a side that has not answered yet is started. Raises Refused where it cannot be."""
-        known = {role: dict(told["facts"]) for role, told in self.state().items()}  # type: ignore[call-overload]
+        known = {role: dict(told["facts"]) for role, told in self.state().items()}
         reasons = []
         for role in reversed(SIDES):  # the candidate first, so that stock, which is measured first, is up afterwards
             try:

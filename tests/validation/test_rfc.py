@@ -29,13 +29,8 @@ def test_every_claim_names_its_checks_and_its_lane() -> None:
         assert claim.proven_by, claim.id
 
 
-# No lane carries the serving profile yet; `fasttrack policy` says so and fails until one does.
-OUT_OF_REACH = {"C-SERVE-1"}
-
-
 def test_this_policy_and_these_claims_are_coherent():
-    found = [p for p in problems(load_policy()) if p.where not in OUT_OF_REACH and p.kind != "lane"]
-    assert found == []
+    assert problems(load_policy()) == []
 
 
 RULE = Rule(id="P-ISO-1", sentence="Only the isolated folders change.", check="scope.isolation", test="tests/validation/test_rfc.py")
