@@ -4,6 +4,7 @@ Each test first shows the trap with lm-eval unmodified (`local-completions`, the
 lm-eval has closed it; then it shows the guard on the same server. Without the guard the second half fails like the first.
 """
 
+import asyncio
 import importlib.util
 import json
 import random
@@ -21,6 +22,8 @@ from lm_eval.models.openai_completions import LocalCompletionsAPI
 from evals.lm import quiet_lm_eval
 from evals.pairing import pair_answers
 from evals.records import decode_line
+from evals.serving.client import Endpoint
+from evals.serving.forced import NotForced, force_window
 from evals.serving.progress import Silent
 from evals.serving.suites import Sampling, run_suite
 from evals.tasks.loading import SHIPPED, load_yaml, task_config
@@ -259,6 +262,24 @@ def test_8_one_failed_request_costs_one_item(server, data, tmp_path):
     assert len(server.log) - before == 2 * failed
     assert again.failures == {"stock": {}, "candidate": {}}
     assert again.gate.paired_share == 1.0
+
+
+@pytest.mark.parametrize("method", ["logits_processor", "one_token"])
+def test_9_forcing_is_proven_by_the_returned_tokens(server, method):
+    forced = [11, 12, 13]
+
+    async def ask():
+        async with Endpoint(server.url, model="canned") as endpoint:
+            extra = {"vllm_xargs": {"force_ids": forced}, "guided_choice": ["yes"], "allowed_token_ids": [11]}
+            ignored = await endpoint.completion_async([5, 6], max_tokens=3, extra=extra)
+            with pytest.raises(NotForced, match="leave the forced text"):
+                await force_window(endpoint, [5, 6], forced, method=method, logprobs=5, timeout_s=10.0)
+            return ignored
+
+    ignored = asyncio.run(ask())
+    assert ignored.finish_reason == "stop"  # 200, and nothing says that three arguments were ignored
+    assert ignored.text != "yes"
+    assert list(ignored.token_ids) != forced
 
 
 def test_10_own_records_and_paired_errors(server, data, tmp_path):
