@@ -16,6 +16,7 @@ from typing import Any
 from validation.core import jsonio
 from validation.core.store import read_evidence, read_json, read_run
 from validation.core.types import Claim, ClaimResult, Evidence, Finding, HarnessError, Holds, Outcome, Run, Status, Verdict
+from validation.freshness.published import Cell
 
 VERDICT_FILE = "verdict.json"
 FRESHNESS_FILE = "freshness.json"
@@ -76,23 +77,6 @@ class Lane:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StaleCell:
-    """One published record that no longer describes the code, with every reason and the command that renews it."""
-
-    run: str
-    evidence: str
-    check: str
-    case: str
-    rank: int
-    gpu: str
-    measured_utc: str
-    outcome: str
-    reasons: tuple[str, ...]
-    required: bool
-    renew: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Freshness:
     """How the published evidence stood; `problems` refuse PR-ready."""
 
@@ -101,7 +85,7 @@ class Freshness:
     stale: int
     problems: tuple[str, ...]
     renew: tuple[str, ...]
-    cells: tuple[StaleCell, ...]
+    cells: tuple[Cell, ...]  # the stale ones
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,6 +84,13 @@ class Policy:
         except (KeyError, TypeError, ValueError):
             raise HarnessError(f"policy {self.name}: [limits.{lane}] has no number {key!r}; add it to the policy file") from None
 
+    def sentence(self, check: str) -> str:
+        """The sentence of the rule that a check measures. Raises HarnessError when no rule names it."""
+        found = next((rule.sentence for rule in self.rules if rule.check == check), None)
+        if found is None:
+            raise HarnessError(f"policy {self.name}: got no rule with the check {check!r}, needs one; add it to the policy file")
+        return found
+
 
 _TOP = {"schema", "name", "isolation", "opt_in", "interface", "supported", "lanes", "limits", "evidence", "mutants", "rule"}
 

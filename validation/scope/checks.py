@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from validation.core.types import Case, Check, HarnessError, Limit, Measurement, Target
-from validation.policy import DEFAULT_POLICY, REPOSITORY, load_policy
+from validation.policy import REPOSITORY, load_policy
 from validation.scope.change import EMPTY_TREE, WORKTREE, Change, read_change
 from validation.scope.isolation import RULES
 
@@ -46,16 +46,14 @@ class IsolationCheck:
         return [Case(subject="change")]
 
     def limits(self, case: Case) -> tuple[Limit, ...]:
-        policy = load_policy(DEFAULT_POLICY)
-        sentence = next(rule.sentence for rule in policy.rules if rule.check == self.id)
         return (
-            Limit(measurement="findings", op="==", bound=0, unit="count", why=sentence),
+            Limit(measurement="findings", op="==", bound=0, unit="count", why=load_policy().sentence(self.id)),
             Limit(measurement="files_judged", op=">=", bound=1, unit="count", why="a rule that saw no file proves nothing"),
         )
 
     def measure(self, case: Case, targets: Mapping[str, Target]) -> tuple[tuple[Measurement, ...], Mapping[str, Any]]:
         change, base = own_change()
-        findings = RULES[self.rule](change, load_policy(DEFAULT_POLICY))
+        findings = RULES[self.rule](change, load_policy())
         judged = len(change.files) if self.rule in ("scope.isolation", "scope.interface") else len(change.paths_at("head"))
         details: dict[str, Any] = {"base": base, "base_commit": change.base, "files_changed": len(change.files)}
         if findings:

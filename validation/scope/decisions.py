@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from validation.core.types import Case, Check, Limit, Measurement, Target
-from validation.policy import DEFAULT_POLICY, load_policy
+from validation.policy import load_policy
 
 if TYPE_CHECKING:
     from kimi_k3_decode.plan import Deployment
@@ -76,9 +76,6 @@ class _Decision:
     roles: tuple[str, ...] = ()
     must_kill: tuple[str, ...] = ()
 
-    def _sentence(self, identity: str) -> str:
-        return next(rule.sentence for rule in load_policy(DEFAULT_POLICY).rules if rule.check == identity)
-
 
 @dataclass(frozen=True)
 class RefusalsCheck(_Decision):
@@ -90,7 +87,7 @@ class RefusalsCheck(_Decision):
         return [Case(subject="deployment")]
 
     def limits(self, case: Case) -> tuple[Limit, ...]:
-        why = self._sentence(self.id)
+        why = load_policy().sentence(self.id)
         return (
             Limit(measurement="settings_tried", op=">=", bound=len(UNSUPPORTED_SETTINGS), unit="count", why="every row of the scope table"),
             Limit(measurement="not_refused", op="==", bound=0, unit="count", why=why),
@@ -132,7 +129,7 @@ class FallbackCheck(_Decision):
         return [Case(subject="steps")]
 
     def limits(self, case: Case) -> tuple[Limit, ...]:
-        why = self._sentence(self.id)
+        why = load_policy().sentence(self.id)
         return (
             Limit(measurement="steps_executed", op=">=", bound=len(STEPS), unit="count", why="every step shape of the scope table"),
             Limit(measurement="on_the_wrong_path", op="==", bound=0, unit="count", why=why),
@@ -200,7 +197,7 @@ class RankUniformCheck(_Decision):
         return [Case(subject="ranks", params={"tp": tp}) for tp in (8, 16)]
 
     def limits(self, case: Case) -> tuple[Limit, ...]:
-        why = self._sentence(self.id)
+        why = load_policy().sentence(self.id)
         return (
             Limit(measurement="distinct_digests", op="==", bound=1, unit="count", why=why),
             Limit(measurement="distinct_launch_lists", op="==", bound=1, unit="count", why="ranks run the same launches in the same order"),

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.validation.scope.test_cli import POLICY
-from tests.validation.scope.test_isolation import BASE, CLEAN, git, write
+from tests.validation.scope.test_cli import POLICY, make_repository
+from tests.validation.scope.test_isolation import CLEAN, git, write
 from validation.core import environment
 from validation.core.registry import PlannedCase
 from validation.core.settings import Settings
@@ -70,15 +70,8 @@ GOOD = [record("scope.a"), record("ordering.kernels"), record("mutants.kill")]
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    repo = tmp_path / "repo"
-    repo.mkdir()
-    git(repo, "init", "-q", "-b", "main")
-    write(repo, BASE)
-    git(repo, "add", "-A")
-    git(repo, "commit", "-qm", "base")
-    git(repo, "checkout", "-qb", "change")
+    repo = make_repository(tmp_path, POLICY + LANES_OF_POLICY)
     write(repo, CLEAN)
-    (tmp_path / "policy.toml").write_text(POLICY + LANES_OF_POLICY)
     return repo
 
 

@@ -26,17 +26,22 @@ default = "auto"
 """
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    repo = tmp_path / "repo"
+def make_repository(folder: Path, policy: str = POLICY) -> Path:
+    """A repository at its base, with the branch of the change checked out, and a policy beside it."""
+    repo = folder / "repo"
     repo.mkdir()
     git(repo, "init", "-q", "-b", "main")
     write(repo, BASE)
     git(repo, "add", "-A")
     git(repo, "commit", "-qm", "base")
     git(repo, "checkout", "-qb", "change")
-    (tmp_path / "policy.toml").write_text(POLICY)
+    (folder / "policy.toml").write_text(policy)
     return repo
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    return make_repository(tmp_path)
 
 
 def run(repo: Path, *more: str) -> tuple[int, str, str]:
