@@ -266,7 +266,7 @@ def checks() -> list[Check]:
         ),
         PerfCheck(id="perf.workloads", claim="C-PERF-2", planned=(Case(subject="nano"),), measured_by=workloads, roles=both),
         PerfCheck(id="perf.layer", claim="C-PERF-1", planned=tuple(Case(subject="layer", params=p) for p in grid), measured_by=layer),
-        PerfCheck(id="perf.rank_step", claim="C-PERF-2", planned=deep, measured_by=rank_step, profiles=("gpu",)),
+        PerfCheck(id="perf.rank_step", claim="C-PERF-1", planned=deep, measured_by=rank_step, profiles=("gpu",)),
         PerfCheck(
             id="perf.step", claim="C-PERF-1", planned=tuple(Case(subject="step", params=p) for p in grid), measured_by=published,
             profiles=("gpu", "serving"),
