@@ -1,8 +1,6 @@
-"""The list of experts that a step uses, rebuilt by every block from the offsets: expert numbers in rising order, in shared memory."""
+"""The work list of the routed experts, rebuilt by every block from the offsets: (expert, up to `tokens` of its pairs), in shared memory."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -13,10 +11,35 @@ from kimi_k3_decode.device.asm import emit
 from kimi_k3_decode.device.math import select
 from kimi_k3_decode.device.sync import block_sync
 
+# A word of the list: expert number, pairs in this entry, place of the first of them in the sorted pairs.
+EXPERT_BITS, COUNT_BITS = 12, 4
+MAX_PAIRS = 1 << 15
 
-def shared_bytes(experts: int, threads: int) -> int:
+
+def entries(experts: int, pairs: int, tokens: int) -> int:
+    """The most entries that `pairs` pairs over `experts` experts can make, `tokens` pairs an entry."""
+    if experts > 1 << EXPERT_BITS or tokens not in (1, 2, 4, 8) or pairs > MAX_PAIRS:
+        raise ValueError(
+            f"work list: got {experts} experts, {pairs} pairs, {tokens} tokens an entry, needs fields of one word, 1 to 8 tokens"
+        )
+    return min(experts, pairs) + pairs // tokens
+
+
+def shared_bytes(experts: int, pairs: int, tokens: int, threads: int) -> int:
     """Bytes `compact` needs: the list and one count a warp, 16-byte aligned."""
-    return -(-(experts + threads // 32) * 4 // 16) * 16
+    return -(-(entries(experts, pairs, tokens) + threads // 32) * 4 // 16) * 16
+
+
+def entry_expert(entry: Int32) -> Int32:
+    return entry & Int32((1 << EXPERT_BITS) - 1)
+
+
+def entry_count(entry: Int32) -> Int32:
+    return (entry >> Int32(EXPERT_BITS)) & Int32((1 << COUNT_BITS) - 1)
+
+
+def entry_first(entry: Int32) -> Int32:
+    return entry >> Int32(EXPERT_BITS + COUNT_BITS)
 
 
 def shuffle_up(value: Int32, delta: int) -> Int32:
@@ -24,19 +47,24 @@ def shuffle_up(value: Int32, delta: int) -> Int32:
 
 
 @cute.jit
-def compact(offsets: cutlass.Constexpr, experts: cutlass.Constexpr, threads: cutlass.Constexpr, at: Int32, tid: Int32):
-    """Write the experts with at least one pair to shared address `at`; returns how many. Ends with a block barrier."""
+def compact(
+    offsets: cutlass.Constexpr,
+    experts: cutlass.Constexpr,
+    tokens: cutlass.Constexpr,
+    threads: cutlass.Constexpr,
+    at: Int32,
+    sums: Int32,
+    tid: Int32,
+):
+    """Write the entries, experts in rising order, to shared address `at` (`sums`: one word a warp); returns how many. Ends with a block
+    barrier."""
     run = -(-experts // threads)
     lane = tid % 32
-    sums = at + experts * 4
-    used: Any = []
-    total = Int32(0)
-    for j in cutlass.range_constexpr(run):
-        e = tid * run + j
-        safe = cutlass.min(e, Int32(experts - 1))
-        has = Int32(mem.load_b32(offsets, safe + 1) > mem.load_b32(offsets, safe)) & Int32(e < experts)
-        used.append(has)
-        total = total + has
+    bounds = [mem.load_b32(offsets, cutlass.min(tid * run + j, Int32(experts))) for j in range(run + 1)]
+    needs = [(bounds[j + 1] - bounds[j] + Int32(tokens - 1)) >> Int32(tokens.bit_length() - 1) for j in range(run)]
+    total = needs[0]
+    for need in needs[1:]:
+        total = total + need
     inclusive = total
     for step in cutlass.range_constexpr(5):
         other = shuffle_up(inclusive, 1 << step)
@@ -44,15 +72,18 @@ def compact(offsets: cutlass.Constexpr, experts: cutlass.Constexpr, threads: cut
     if lane == 31:
         mem.shared_store_b32(sums + tid // 32 * 4, inclusive)
     block_sync()
-    before = inclusive - total
+    place = inclusive - total
     count = Int32(0)
     for w in cutlass.range_constexpr(threads // 32):
         value = mem.shared_b32(sums + w * 4)
-        before = select(tid // 32 > w, before + value, before)
+        place = select(tid // 32 > w, place + value, place)
         count = count + value
     for j in cutlass.range_constexpr(run):
-        if used[j] != 0:
-            mem.shared_store_b32(at + before * 4, tid * run + j)
-        before = before + used[j]
+        expert = tid * run + j
+        for first in cutlass.range(bounds[j], bounds[j + 1], tokens):
+            n = cutlass.min(bounds[j + 1] - first, Int32(tokens))
+            word = expert | (n << Int32(EXPERT_BITS)) | (first << Int32(EXPERT_BITS + COUNT_BITS))
+            mem.shared_store_b32(at + place * 4, word)
+            place = place + 1
     block_sync()
     return count

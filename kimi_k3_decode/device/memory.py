@@ -136,6 +136,15 @@ def copy_weight_b128(dst: Int32, x: Global, offset: Any, valid: Any = None) -> N
     _copy(dst, x, offset, valid)
 
 
+def copy_weight(dst: Int32, x: Global, offset: Any, size_bytes: int) -> None:
+    """cp.async of 4, 8 or 16 weight bytes."""
+    x.require(WEIGHT)
+    if size_bytes == 16:
+        _copy(dst, x, offset, None)
+    else:
+        emit(f"cp.async.ca.shared.global [$0], [$1], {size_bytes};", (), (dst, x.at(offset)), memory=True)
+
+
 def copy_b128(dst: Int32, x: Global, offset: Any, valid: Any = None) -> None:
     """cp.async of 16 bytes of any operand; call it after the grid wait."""
     _copy(dst, x, offset, valid)
@@ -160,6 +169,12 @@ def copy_wait(pending: int) -> None:
 def prefetch_l2(x: Global, offset: Any) -> None:
     x.require(WEIGHT)
     emit("prefetch.global.L2 [$0];", (), (x.at(offset),), memory=True)
+
+
+def prefetch_l2_bytes(x: Global, offset: Any, size_bytes: Any) -> None:
+    """Pull `size_bytes` (a multiple of 16, from a 16-byte aligned element) of weights into L2."""
+    x.require(WEIGHT)
+    emit("cp.async.bulk.prefetch.L2.global [$0], $1;", (), (x.at(offset), Int32(size_bytes)), memory=True)
 
 
 # ---- stores ----

@@ -35,21 +35,21 @@ def scale_factor(code: Int32) -> Int32:
 
     Valid for s <= 128 (scales up to 2.0); the launch refuses larger ones, 255 (NaN) among them.
     """
-    half = (code + Int32(126)) << Int32(7)
-    return half | (half << Int32(16))
+    return (code + Int32(126)) * Int32(0x00800080)
 
 
 def decode_word(word: Int32, factor: Int32) -> tuple[Int32, Int32, Int32, Int32]:
     """Eight codes of a 32-bit word to four BF16 pairs: (code i, code i + 4) for i = 0..3. x must be staged in the same order.
 
     One multiplication copies an isolated code to both places a BF16 needs it (exponent and mantissa at bit 6, sign at bit 15): the two
-    copies do not overlap, so the product is their OR, and multiplications leave the integer pipe to the masks.
+    copies do not overlap, so the product is their OR, and multiplications leave the integer pipe to the masks. The last code has its sign
+    in place already, and one shift serves it and the code before.
     """
     code = (
-        "{ .reg .b32 a, h; shr.u32 h, $4, 8; "
+        "{ .reg .b32 a, h, s; shr.u32 h, $4, 6; "
         "and.b32 a, $4, 0x000F000F; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81C081C0; mul.rn.bf16x2 $0, a, $5; "
         "and.b32 a, $4, 0x00F000F0; mul.lo.u32 a, a, 0x104; and.b32 a, a, 0x81C081C0; mul.rn.bf16x2 $1, a, $5; "
-        "and.b32 a, h, 0x000F000F; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81C081C0; mul.rn.bf16x2 $2, a, $5; "
-        "and.b32 a, h, 0x00F000F0; mul.lo.u32 a, a, 0x104; and.b32 a, a, 0x81C081C0; mul.rn.bf16x2 $3, a, $5; }"
+        "and.b32 a, h, 0x003C003C; mul.lo.u32 a, a, 0x410; and.b32 a, a, 0x81C081C0; mul.rn.bf16x2 $2, a, $5; "
+        "and.b32 s, $4, 0x80008000; and.b32 a, h, 0x01C001C0; or.b32 a, a, s; mul.rn.bf16x2 $3, a, $5; }"
     )
     return emit(code, (Int32,) * 4, (word, factor), memory=False)
