@@ -32,7 +32,7 @@ class RowCluster:
         if columns % COLUMNS_PER_THREAD or self.threads > 1024:
             raise ValueError(f"RowCluster columns: got {columns}, needs a multiple of 4 that fits 1024 threads a block")
         self.warps = self.threads // 32
-        self.shared_bytes = ROUNDS * MAX_SUMS * (self.warps + 1) * 4
+        self.shared_bytes = ROUNDS * MAX_SUMS * (self.warps + 2) * 4
 
     def launch_options(self, rows: Any, pdl: Any, stream: Any) -> dict[str, Any]:
         options: dict[str, Any] = {
@@ -60,29 +60,36 @@ class RowCluster:
         n = len(values)
         if n > MAX_SUMS or round_index >= ROUNDS:
             raise ValueError(f"RowCluster.sum: got {n} sums in round {round_index}, needs <= {MAX_SUMS} and < {ROUNDS}")
-        warp_at = self.shared + round_index * MAX_SUMS * (self.warps + 1) * 4
+        warp_at = self.shared + round_index * MAX_SUMS * (self.warps + 2) * 4
         block_at = warp_at + MAX_SUMS * self.warps * 4
         for i, value in enumerate(values):
             mem.shared_store_f32(warp_at + (i * self.warps + self.tid // 32) * 4, warp_sum(value))
         block_sync()
-        totals = []
-        for i in range(n):
-            total = mem.shared_f32(warp_at + i * self.warps * 4)
-            for w in range(1, self.warps):
-                total = total + mem.shared_f32(warp_at + (i * self.warps + w) * 4)
-            totals.append(total)
         if self.blocks == 1:
-            return totals
-        for i, total in enumerate(totals):
-            mem.shared_store_f32(block_at + i * 4, total)
+            return [self._added([warp_at + (i * self.warps + w) * 4 for w in range(self.warps)]) for i in range(n)]
+        self._exchange(n, warp_at, block_at)
+        return [mem.shared_f32(block_at + (MAX_SUMS + i) * 4) for i in range(n)]
+
+    def _added(self, addresses: list[Any]) -> Any:
+        total = mem.shared_f32(addresses[0])
+        for address in addresses[1:]:
+            total = total + mem.shared_f32(address)
+        return total
+
+    @cute.jit
+    def _exchange(self, n: cutlass.Constexpr, warp_at: Int32, block_at: Int32):
+        """Thread i adds sum i, first over its block's warps and then over the blocks, so that a value crosses the cluster once a block."""
+        if self.tid < n:
+            total = self._added([warp_at + (self.tid * self.warps + w) * 4 for w in range(self.warps)])
+            mem.shared_store_f32(block_at + self.tid * 4, total)
         cluster_sync()
-        result = []
-        for i in range(n):
-            total = mem.remote_f32(block_at + i * 4, 0)
-            for rank in range(1, self.blocks):
-                total = total + mem.remote_f32(block_at + i * 4, rank)
-            result.append(total)
-        return result
+        if self.tid < n:
+            parts = [mem.remote_f32(block_at + self.tid * 4, rank) for rank in range(self.blocks)]
+            total = parts[0]
+            for part in parts[1:]:
+                total = total + part
+            mem.shared_store_f32(block_at + (MAX_SUMS + self.tid) * 4, total)
+        block_sync()
 
     def finish(self) -> None:
         """No block may leave while a peer can still read its shared memory."""

@@ -45,13 +45,19 @@ def warp_sync() -> None:
 
 
 def cluster_sync() -> None:
-    """All threads of all blocks of the cluster; release/acquire, so distributed shared memory written before is readable after."""
+    """All threads of all blocks of the cluster; release/acquire, so distributed shared memory written before is readable after.
+
+    The warp barrier comes first because the compiler knows it as convergent and inline PTX not: without it the aligned barrier may be
+    copied into both arms of a divergent branch before it, and a warp would then arrive twice.
+    """
+    warp_sync()
     emit("barrier.cluster.arrive.release.aligned;", (), (), memory=True)
     emit("barrier.cluster.wait.acquire.aligned;", (), (), memory=True)
 
 
 def cluster_arrive_relaxed() -> None:
     """First half of a cluster barrier that orders nothing but the barrier itself (and mbarrier initialisation, see `barrier_init`)."""
+    warp_sync()
     emit("barrier.cluster.arrive.relaxed.aligned;", (), (), memory=True)
 
 
@@ -123,6 +129,14 @@ def publish_f32x2(boxes: Any, offset: Any, a: Float32, b: Float32) -> None:
     for box in boxes:
         box.require("mailbox")
         emit("st.relaxed.sys.global.v2.b32 [$0], {$1,$2};", (), (box.at(offset), *words), memory=True)
+
+
+def publish_f32x4(boxes: Any, offset: Any, values: Any) -> None:
+    """Store four adjacent FP32 elements (16-byte aligned) in the box of every rank."""
+    words = tuple(canonical(f32_bits(value)) for value in values)
+    for box in boxes:
+        box.require("mailbox")
+        emit("st.relaxed.sys.global.v4.b32 [$0], {$1,$2,$3,$4};", (), (box.at(offset), *words), memory=True)
 
 
 def publish_bf16x2(boxes: Any, offset: Any, a: Float32, b: Float32) -> None:

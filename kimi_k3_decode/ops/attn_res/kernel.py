@@ -1,8 +1,8 @@
 """attn_res: prefix add in BF16, block write, residual softmax over at most 9 sources, RMSNorm; the consumer of o_proj, moe_tail,
 dense_down.
 
-One cluster a row, four columns a thread. Before the wait: the score and norm weights. After: this thread's columns of every rank's slot are
-polled, added in rank order, rounded to BF16, and the other parity re-armed; then prefix and blocks are read.
+One cluster a row, four columns a thread. Before the wait: the score and norm weights. After: prefix and blocks are read, this thread's
+columns of every rank's slot polled, added in rank order, rounded to BF16, and the other parity re-armed.
 Sums over the row: (dot, squares) of every source in one exchange, the squares of the mixture in a second. Rounding: delta, prefix, output;
 the final boundary also rounds the mixture.
 """
@@ -90,6 +90,7 @@ class AttnRes:
         current = [Float32(0.0) for _ in range(4)]
         if cutlass.const_expr(not self.restart):
             current = [value for word in mem.load_b64(prefix, at) for value in bf16_word_f32x2(word)]
+        saved = [mem.load_b64(blocks, n * rows * self.hidden + at) for n in range(self.n_blocks)]
         if cutlass.const_expr(self.has_delta):
             total = sum_slots(box, other, health, self.ranks, rows * self.hidden, at)
             for i in cutlass.range_constexpr(4):
@@ -105,7 +106,7 @@ class AttnRes:
         # Phase 2: the mixture. With no saved block it is the prefix itself, exactly.
         mixture = current
         if cutlass.const_expr(self.n_blocks > 0):
-            mixture = self.mix(blocks, rows, at, active, score, current)
+            mixture = self.mix(saved, active, score, current)
         if cutlass.const_expr(self.final):
             mixture = [round_bf16(value) for value in mixture]
 
@@ -122,12 +123,9 @@ class AttnRes:
         """A sum's term, zero in threads without columns (select, not a product: the value may be NaN)."""
         return select(active, value, Float32(0.0))
 
-    def mix(self, blocks: Any, rows: Any, at: Any, active: Any, score: Any, current: Any) -> Any:
+    def mix(self, saved: Any, active: Any, score: Any, current: Any) -> Any:
         """Softmax-weighted sum of the saved blocks and the prefix: logit = <score, s> rsqrt(mean(s^2) + eps)."""
-        sources = []
-        for n in range(self.n_blocks):
-            words = mem.load_b64(blocks, n * rows * self.hidden + at)
-            sources.append([value for word in words for value in bf16_word_f32x2(word)])
+        sources = [[value for word in words for value in bf16_word_f32x2(word)] for words in saved]
         sources.append(current)
         sums = []
         for source in sources:
