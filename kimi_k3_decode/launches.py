@@ -203,14 +203,18 @@ class _Builder:
             self.launch(f"{tag}.route", "route", routed, layer, forced=layer in self.forced),
             self.launch(f"{tag}.experts_up", "experts_up", {"latent_TL": "latent", **lists, "hidden_TZI": "expert_hidden"}, layer),
             self.launch(f"{tag}.experts_down", "experts_down", down, layer),
-            # Joining streams takes a full edge, so neither end of the side stream's detour is a programmatic launch.
+            # Joining streams takes a full edge, so neither end of the side stream's detour is a programmatic launch. The join is one launch
+            # before the reader of `shared`, because that one has weights to fetch ahead and the small reduction has not.
             self.launch(
                 f"{tag}.shared_up", "shared_up", {"x_TD": "x_mlp", "hidden_TI": "shared_hidden"}, layer,
                 stream=SIDE, pdl=False, waits_on=(f"{tag}.mlp_res",),
             ),
             self.launch(f"{tag}.shared_down", "shared_down", {"hidden_TI": "shared_hidden", "shared_TD": "shared"}, layer, stream=SIDE),
-            self.launch(f"{tag}.latent_reduce", "latent_reduce", {**partial, "latent_normed_TL": "latent_normed"}, layer),
-            self.launch(f"{tag}.moe_tail", "moe_tail", tail, layer, pdl=False, waits_on=(f"{tag}.shared_down",)),
+            self.launch(
+                f"{tag}.latent_reduce", "latent_reduce", {**partial, "latent_normed_TL": "latent_normed"}, layer,
+                pdl=False, waits_on=(f"{tag}.shared_down",),
+            ),
+            self.launch(f"{tag}.moe_tail", "moe_tail", tail, layer),
         ]  # fmt: skip
 
 

@@ -60,7 +60,7 @@ def test_every_conflicting_pair_of_launches_is_ordered(config, rows, q):
 
 def test_the_check_above_sees_a_missing_join():
     graph = launch_graph(NANO, None, 8)
-    cut = [x for x in graph if x.op != "moe_tail"]
+    cut = [x for x in graph if x.op != "latent_reduce"]  # the launch where the side stream joins
     order = happens_before(cut)
     down = next(x for x in cut if x.op == "shared_down")
     assert all(order.nodes[n] is not None for n in order)

@@ -213,7 +213,7 @@ def mutants() -> list[Mutant]:
            ("numerics.state_layout",)),
         _m("edge_to_shared_dropped", "F06", GRAPH, "no event from the boundary to the side stream", SCHED, graph,
            _edge_dropped("shared_up"), ("schedule.poison", "numerics.state_layout")),
-        _m("edge_to_tail_dropped", "F08", GRAPH, "no event from the side stream back", SCHED, graph, _edge_dropped("moe_tail"),
+        _m("edge_to_tail_dropped", "F08", GRAPH, "no event from the side stream back", SCHED, graph, _edge_dropped("latent_reduce"),
            ("schedule.poison", "numerics.state_layout")),
         _m("kda_never_waits", "F03", GRAPH, "programmatic launch, no wait in the code", SCHED, graph, _wait_missing("kda"),
            ("schedule.poison", "numerics.state_layout")),

@@ -17,7 +17,7 @@ from kimi_k3_decode.device import memory as mem
 from kimi_k3_decode.device.math import bf16_word_f32x2, bits_f32, pack_bf16, round_bf16, rsqrt, select
 from kimi_k3_decode.device.row import RowCluster
 from kimi_k3_decode.device.skinny import Skinny, Tiling
-from kimi_k3_decode.device.sync import grid_release, grid_wait, poll_many, publish_f32x2, rearm_b128
+from kimi_k3_decode.device.sync import grid_release, grid_wait, poll_many, publish_f32x2, publish_f32x4, rearm_b128
 
 
 class LatentReduce:
@@ -88,8 +88,17 @@ class MoeTail:
 
     def __init__(self, tiling: Tiling, up_rows: int, hidden: int) -> None:
         self.core = Skinny(tiling)
+        if up_rows % 4:
+            raise ValueError(f"MoeTail up_rows: got {up_rows}, needs a multiple of 4")
         self.up_rows, self.hidden = up_rows, hidden
         self.n_tiles = -(-up_rows // (tiling.tile_m * tiling.m_tiles))
+
+    def grid(self, processors: int) -> int:
+        """Blocks to launch. With many tokens most bytes are the columns published for the shared experts alone, so every processor gets a
+        block, also where the product has no tile for it."""
+        t = self.core.t
+        blocks = self.core.grid(self.n_tiles, processors)
+        return max(blocks, processors // t.splits * t.splits) if t.row_tile > 8 else blocks
 
     @cute.jit
     def __call__(
@@ -133,13 +142,13 @@ class MoeTail:
         def others():
             block, _, _ = cute.arch.block_idx()
             blocks, _, _ = cute.arch.grid_dim()
-            rest = (self.hidden - self.up_rows) // 2
+            rest = (self.hidden - self.up_rows) // 4
             for i in cutlass.range(block * t.threads + self.core.tid, rows * rest, blocks * t.threads):
                 token = i // rest
-                column = i % rest * 2
+                column = i % rest * 4
                 if column >= rank * self.up_rows:
                     column = column + self.up_rows
                 at = token * self.hidden + column
-                publish_f32x2(delta, slot + at, *mem.load_f32x2(shared, at))
+                publish_f32x4(delta, slot + at, mem.load_f32x4(shared, at))
 
         self.core.run(latent, rows, self.n_tiles, source, finish, others if self.hidden > self.up_rows else None)

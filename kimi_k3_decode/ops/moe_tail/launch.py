@@ -47,5 +47,5 @@ def spec(config: ModelConfig, contract: Contract, tiling: Tiling | None = None) 
             BLOCKS,
             PDL,
         ),
-        scalars=lambda given: {"blocks": kernel.core.grid(kernel.n_tiles, given["processors"])},
+        scalars=lambda given: {"blocks": kernel.grid(given["processors"])},
     )
