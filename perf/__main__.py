@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from kimi_k3_decode.config import Unsupported
 from validation.core import jsonio
@@ -16,8 +17,15 @@ from validation.core.settings import PROJECT_ROOT
 from validation.core.types import EXIT_CODES, EXIT_HARNESS_ERROR, HarnessError
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse leaves with 2, which here means "not proven": wrong use is an error of its own."""
+
+    def error(self, message: str) -> NoReturn:
+        raise HarnessError(f"{self.prog}: {message}; `{self.prog} --help` shows what there is")
+
+
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m perf", description="The speed matrix, and comparisons of two sets of evidence.")
+    parser = _Parser(prog="python -m perf", description="The speed matrix, and comparisons of two sets of evidence.")
     commands = parser.add_subparsers(dest="command", required=True)
     matrix = commands.add_parser("matrix", help="list and fill every cell (two minutes at most, no GPU)")
     matrix.add_argument("--gpu", action="append", help="H200, B200, B300 or GB300; may be repeated (default: H200 and GB300)")
@@ -97,8 +105,8 @@ def compare(asked: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    asked = _arguments(argv)
     try:
+        asked = _arguments(argv)
         return {"matrix": matrix, "compare": compare}[asked.command](asked)
     except (HarnessError, Unsupported) as error:
         print(f"error: {error}", file=sys.stderr)

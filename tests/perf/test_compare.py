@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +118,19 @@ def test_folders_and_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["compare", str(base), str(tmp_path / "nothing")]) == 3
     assert compare_folders(base, slow).slower[0].cell.endswith("launch kda")
     assert len(read_times(base)) == 2 * (len(LAUNCHES) + 1)
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["nonsense"], ["matrix", "--prompt-tokens", "x"], ["matrix", "--prompt-tokens", "0"], ["compare", "a"]]
+)
+def test_wrong_use_is_exit_3_with_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2 means "not proven" here, and wrong use proves nothing of the kind."""
+    from perf.__main__ import main
+
+    assert main(words) == 3
+    said = capsys.readouterr()
+    assert len(said.err.strip().splitlines()) == 1
+    assert json.loads(said.out)["verdict"] == "error"
 
 
 def test_stock_against_stock_is_never_called_different_in_fifty_runs() -> None:

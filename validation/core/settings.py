@@ -71,7 +71,7 @@ class Settings:
             reasons.append("serving: got no [baseline] and [candidate], needs --config FILE with both; `fasttrack init` writes one")
         for name, least, most in LIMITS:
             if not least <= getattr(self, name) <= most:
-                reasons.append(f"{name}: got {getattr(self, name)}, needs {least} to {most:g}")
+                reasons.append(f"{name}: got {getattr(self, name)}, needs {least} to {most}")
         return tuple(reasons)
 
 

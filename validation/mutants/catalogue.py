@@ -59,8 +59,13 @@ SUBLAYER_OF: Mapping[str, tuple[int, ...]] = {
     "mla_query": (28,), "mla_decode": (28,), "mla_merge": (28,), "sample": (10,), "o_proj": (10,),
 }  # fmt: skip
 
-# Parts of a class that only hardware shows. Each class has a mutant all the same; this says what that mutant does not cover.
+# Parts of a class that only hardware shows. Each class has a mutant all the same; this says what that mutant does not cover, and so what a
+# kernel with the fault planted on a GPU would add. No such kernel is among the mutants: they are contracts, binaries, graphs and tables.
 BEYOND_REACH: Mapping[str, str] = {
+    "F01": "the audit finds the moved load in the binary; that the race is lost takes a delayed producer beside the kernel on a GPU",
+    "F03": "the audit finds the missing wait in the binary and in the graph; the wrong tokens appear only under load on a GPU",
+    "F06": "the graph shows the overtaking; it happens when three kernels really overlap on a GPU",
+    "F08": "the graph and the protocol show the reuse; it harms when ranks on several GPUs drift apart",
     "F02": "the audit proves the order; that stale data is really read takes two kernels overlapping on a GPU",
     "F09": "a hang of real polls needs a watchdog on a GPU; here a message that cannot become ready is counted",
     "F10": "a real deadlock needs ranks in processes of their own; here the digests that prevent it are compared",

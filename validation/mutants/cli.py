@@ -161,6 +161,8 @@ def show(out: Console, rows: Sequence[Mapping[str, Any]], *, quiet: bool) -> Non
     found = summary(rows)
     if not quiet:
         _show_alone(out, rows, found)
+    if not quiet:
+        _say_beyond_reach(out)
     out.print(f"{found['states']}; classes killed: {len(found['classes_killed'])} of 26", markup=False)
 
 
@@ -183,6 +185,15 @@ def _show_alone(out: Console, rows: Sequence[Mapping[str, Any]], found: Mapping[
     numbers = [name for name in decoded if name not in order]
     missed = [name for name in numbers if decoded[name] == "alive"]
     out.print(f"And with {len(numbers)} faults of numbers; it let {len(missed)} through{': ' if missed else ''}{', '.join(missed)}.")
+
+
+def _say_beyond_reach(out: Console) -> None:
+    from validation.mutants.catalogue import BEYOND_REACH
+
+    names = ", ".join(BEYOND_REACH)
+    out.print(
+        f"A part of {names} shows on a GPU only, where a kernel with the fault planted would have to run; `--list` says why for each."
+    )
 
 
 def _classes() -> dict[str, list[str]]:
