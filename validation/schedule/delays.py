@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-SITES = ("grid_wait", "grid_release", "publish_f32x2", "publish_bf16x2", "poll_many", "poll_b128")
+SITES = ("grid_wait", "grid_release", "publish_f32x2", "publish_f32x4", "publish_bf16x2", "poll_many", "poll_b128")
 LONGEST_NS_BITS = 13  # a sleep is below 2 ** this many nanoseconds
 
 
