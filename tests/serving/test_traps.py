@@ -1,7 +1,7 @@
 """The ten traps that change a score silently: lm-eval's own API model walks into each against a real server, and the guard does not.
 
-Each test first shows the trap with lm-eval unmodified (`local-completions`, the shipped tasks, its cache), so that it also tells when a later
-lm-eval has closed it; then it shows the guard on the same server. Without the guard the second half fails like the first.
+Each test first shows the trap with lm-eval unmodified (`local-completions`, the shipped tasks, its cache), so that it also tells when a
+later lm-eval has closed it; then it shows the guard on the same server. Without the guard the second half fails like the first.
 """
 
 import asyncio
@@ -277,8 +277,7 @@ def test_9_forcing_is_proven_by_the_returned_tokens(server, method):
             return ignored
 
     ignored = asyncio.run(ask())
-    assert ignored.finish_reason == "stop"  # 200, and nothing says that three arguments were ignored
-    assert ignored.text != "yes"
+    assert ignored.text != "yes"  # status 200, and nothing says that three arguments were ignored
     assert list(ignored.token_ids) != forced
 
 
