@@ -29,6 +29,7 @@ def code(value: object, limit_chars: int = 2000) -> str:
 _ID = re.compile(r"\b[ER]-[0-9A-Za-z][0-9A-Za-z-]*")
 _NUMBER = re.compile(r"-?[\d.,]+(?:e[-+]?\d+)?(?: ?[x%])?")
 SHORT_CHARS, LONG_CHARS = 18, 60
+LOUD = ("SURVIVED", "DEAD CONTROL", "ONLY BY", "NOT REFUSED")  # what a table shows in red
 
 
 def ids(value: object) -> Markup:
@@ -45,4 +46,5 @@ def shape(value: object, number: bool = False) -> Markup:
     """The class of a table cell, as an attribute: columns of numbers to the right, short texts on one line, long ones with room."""
     text = str(value)
     name = "number" if number else "short" if len(text) <= SHORT_CHARS else "long" if len(text) > LONG_CHARS else ""
-    return Markup(f' class="{name}"') if name else Markup("")
+    name += " fail" if text.startswith(LOUD) else ""
+    return Markup(f' class="{name.strip()}"') if name else Markup("")

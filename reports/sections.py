@@ -104,8 +104,38 @@ def ordering(lane: Lane) -> Section:
     return Section(tables=tuple(table for record in lane.records for table in ordering_section.timelines(record)))
 
 
+KILL_LANES = ("scope", "ordering", "numerics", "schedule", "evals", "perf")
+KILL_SIGNS = {"killed": "X", "alive": "·"}
+
+
+def mutants(lane: Lane) -> Section:
+    """The kill table: X killed, · shown and let through, blank not run. Survivors come first."""
+    rows = []
+    for record in lane.records:
+        values = {m.name: m.value for m in record.measurements}
+        details = record.details
+        if "named" not in details or not isinstance(details.get("lanes"), Mapping):
+            continue
+        if details.get("control"):
+            state = "DEAD CONTROL" if values.get("breaches") else "alive, as it must be"
+        elif values.get("killed_by_named"):
+            state = str(details["named"])
+        else:
+            state = "SURVIVED" if not values.get("killed") else f"ONLY BY {', '.join(map(str, details.get('killed_by', ())))}"
+        marks = [KILL_SIGNS.get(str(details["lanes"].get(name)), "") for name in KILL_LANES]
+        rows.append((record.case.subject, str(details.get("fault", "")), *marks, state, format_value(record.seconds), record.id))
+    rows.sort(key=lambda row: not row[-3].startswith(("SURVIVED", "DEAD", "ONLY")))
+    if not rows:
+        return Section()
+    columns = ("mutant", "class", *KILL_LANES, "killed by", "s", "evidence")
+    note = (
+        "X: killed; ·: shown to this lane and let through; blank: not run there. Survivors and controls that died stand first, in capitals."
+    )
+    return Section(tables=(Table(title="Kill table", columns=columns, rows=tuple(rows), note=note),))
+
+
 Builder = Callable[[Lane], Section]
-BUILDERS: Mapping[str, Builder] = {"ordering": ordering, "numerics": numerics, "evals": evals, "perf": perf}
+BUILDERS: Mapping[str, Builder] = {"ordering": ordering, "numerics": numerics, "evals": evals, "perf": perf, "mutants": mutants}
 
 
 def section_of(lane: Lane) -> Section:

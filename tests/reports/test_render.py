@@ -193,3 +193,30 @@ def test_escape() -> None:
     assert cell("a|b\n<i>") == "a\\|b \\<i\\>"
     assert code("a`b") == "``a`b``"
     assert code("`a") == "`` `a ``"
+
+
+def test_the_kill_table_shows_survivors_first_and_in_red(tmp_path: Path) -> None:
+    def mutant(name: str, **counts: float) -> Evidence:
+        details = {
+            "named": "" if "control" in name else "numerics.ties", "fault": "F25", "control": "control" in name,
+            "killed_by": ["evals.gate"],
+            "lanes": {"numerics": "killed" if counts.get("killed_by_named") else "alive", "evals": "not run"},
+        }  # fmt: skip
+        measured = tuple(Measurement(name=k, value=v, unit="count") for k, v in {"killed_by_named": 0, **counts}.items())
+        return Evidence(
+            id="", run="", check="mutants.kill_table", case=Case(subject=name), outcome=Outcome.MEASURED, measurements=measured,
+            details=details,
+        )  # fmt: skip
+
+    records = [
+        mutant("died", killed_by_named=1, killed=1), mutant("control_fine", breaches=0), mutant("lives", killed=0),
+        mutant("elsewhere", killed=1), mutant("control_dead", breaches=1),
+    ]  # fmt: skip
+    paths = render(make_run(tmp_path, records))
+    rows = [line for line in paths["md"].read_text().split("**Kill table**")[1].splitlines() if line.startswith("| ")][2:]
+    names = [row.split(" | ")[0].strip("| ").replace("\\", "") for row in rows[:5]]
+    assert names == ["lives", "elsewhere", "control_dead", "died", "control_fine"]
+    assert "SURVIVED" in rows[0]
+    assert "ONLY BY evals.gate" in rows[1]
+    html = paths["html"].read_text()
+    assert html.count('fail">SURVIVED') == html.count('fail">DEAD CONTROL') == 1
