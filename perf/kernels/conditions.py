@@ -35,16 +35,20 @@ class Watch:
 
 
 class Card:
-    """NVML's view of one device. Raises RuntimeError where NVML cannot be used: times without conditions are not recorded."""
+    """NVML's view of the current CUDA device. Raises RuntimeError where NVML cannot be used: times without conditions are not recorded."""
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self) -> None:
         try:
             import pynvml
         except ImportError as error:
             raise RuntimeError("conditions: got no pynvml, needs nvidia-ml-py; install it") from error
+        import torch
+
         pynvml.nvmlInit()
         self.nvml = pynvml
-        self.handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        # By its UUID: NVML numbers all cards of the host, CUDA those that this process may see.
+        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        self.handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
         self.driver = str(pynvml.nvmlSystemGetDriverVersion())
 
     def sample(self, watch: Watch) -> None:
