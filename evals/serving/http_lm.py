@@ -60,7 +60,7 @@ class WindowedTask(RepeatedTask):
     @property
     def all_docs(self) -> Any:
         if self._rows is None:
-            self._rows = RepeatedTask.eval_docs.fget(self)  # type: ignore[attr-defined]
+            self._rows = RepeatedTask.eval_docs.fget(self)
         return self._rows
 
     @property
@@ -83,11 +83,11 @@ def templates_compiled_once() -> Iterator[None]:
     """lm-eval compiles a row's template anew for every field of every row, which could keep sixty-four slots waiting for prompts."""
     environment = lm_eval.utils.env
     compile_template = environment.from_string
-    environment.from_string = functools.lru_cache(maxsize=512)(compile_template)  # type: ignore[method-assign]
+    environment.from_string = functools.lru_cache(maxsize=512)(compile_template)
     try:
         yield
     finally:
-        environment.from_string = compile_template  # type: ignore[method-assign]
+        environment.from_string = compile_template
 
 
 def windows(task: WindowedTask, rows: Sequence[int], most_rows: int) -> Iterator[list[int]]:
@@ -165,6 +165,8 @@ def _plain(context: str) -> str:
 
 def as_messages(chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
     """Messages as JSON, for the server's own template; a single message that is itself a JSON list of messages (MRCR) is unfolded."""
+    if not add_generation_prompt:
+        raise HarnessError("chat: got a task with a prefix of the reply (gen_prefix), needs one without; no chat route continues a message")
     inner = chat_messages(chat_history[0]["content"]) if len(chat_history) == 1 else None
     chosen = inner if inner is not None else [{"role": m["role"], "content": m["content"]} for m in chat_history]
     return json.dumps(chosen, ensure_ascii=False)
@@ -268,7 +270,7 @@ def score_windows(
         lm = ServedLM(builder, store, path, fingerprint, rows=window)
         outcome = lm_eval.evaluate(
             lm=lm,
-            task_dict={"tasks": {builder.suite: task}},  # type: ignore[typeddict-item]
+            task_dict={"tasks": {builder.suite: task}},
             bootstrap_iters=0,
             log_samples=True,
             apply_chat_template=builder.chat,

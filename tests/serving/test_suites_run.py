@@ -1,15 +1,17 @@
 """run_suite against real HTTP servers: scores, records, failures, resumption, chat and reasoning, top-up."""
 
+import io
 import json
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from evals.records import decode_line
 from evals.serving.asking import Reading, Replica
 from evals.serving.budget import Budget, Look, LookFile
-from evals.serving.progress import Lines, Silent
+from evals.serving.progress import Bars, Lines, Silent, display
 from evals.serving.suites import Sampling, ServedPlan, SuiteSide, run_suite
 from validation.core.types import HarnessError, Status
 
@@ -286,6 +288,25 @@ def test_plans_and_sides_refuse_nonsense():
     with pytest.raises(HarnessError, match="needs one of"):
         SuiteSide(role="other", fingerprint="", replicas=())
     assert Replica(base_url="http://a", model="m").name == "http://a"
+
+
+def test_a_terminal_gets_bars_and_anything_else_lines(capsys):
+    file = io.StringIO()
+    bars = Bars(Console(file=file, force_terminal=True, width=140))
+    with bars.display:
+        bars.begin("gsm8k stock", 100, 40)
+        for i in range(10):
+            bars.answered("gsm8k stock", 1.0 if i < 9 else None, failed=i == 9)
+    told = file.getvalue()
+    assert "50/100" in told
+    assert "score 1.000 of 9, 1 failed" in told
+    with display() as shown:  # captured: no terminal
+        shown.begin("gsm8k stock", 4, 0)
+    assert capsys.readouterr().err == "gsm8k stock: 4 of 4 to ask\n"
+    with display(quiet=True) as shown:
+        shown.begin("gsm8k stock", 4, 0)
+        shown.answered("gsm8k stock", None, False)
+    assert capsys.readouterr().err == ""
 
 
 def test_plain_lines_show_the_running_score_and_the_time_left():
