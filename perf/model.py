@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import numpy as np
 from scipy.optimize import nnls
@@ -127,8 +128,12 @@ class Assumptions:
     exchange_source: str
     fits: LaunchFits | None = None  # by launch; None: all launches alike
 
-    def describe(self) -> dict[str, object]:
-        return {"kind": "projection", **asdict(self)}
+    def describe(self) -> dict[str, Any]:
+        """JSON values only."""
+        made = {"kind": "projection", **asdict(self)}
+        if self.fits is not None:
+            made["fits"]["overlap"] = {str(rows): share for rows, share in self.fits.overlap.items()}
+        return made
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
-from perf.build import build, projection_errors, speed_up_errors
+from perf.build import build, projection_errors, speed_up_errors, write
 from perf.hardware import gpu
 from perf.launch_fit import LaunchPoint, fit_launch, fit_launches
 from perf.matrix import Cell, Scope
@@ -79,6 +80,16 @@ def test_the_layers_tell_the_overlap_and_the_fit_its_error() -> None:
     made = build(("H200",), published=published())
     assert made.assumptions[OURS].fit_error < 0.02
     assert {"E-p8-1", "E-p16-8"} <= set(made.assumptions[OURS].evidence)
+
+
+def test_the_page_and_the_files_hold_the_fits(tmp_path) -> None:
+    paths = write(build(("GB300",), published=published()), tmp_path)
+    body = json.loads(paths["json"].read_text())
+    assert set(body["assumptions"][OURS]["fits"]["by_op"]) == {t.op for t in step_traffic("kimi-k3", 8, 1, 1, 0, Scope.LAYER)}
+    assert body["speed_up_against_published"]
+    page = paths["md"].read_text()
+    for words in ("Fraction of the memory rate by launch", "Projected speed-up against the published one", "issue 1940"):
+        assert words in page
 
 
 def test_a_faster_memory_shortens_memory_time_alone() -> None:
