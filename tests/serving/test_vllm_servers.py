@@ -118,7 +118,7 @@ def test_the_two_ways_of_forcing_agree(seen: Seen) -> None:
 
 def test_the_candidate_drafts_and_is_forced_token_by_token(vllm_cpu: None, seen: Seen, tmp_path: Path) -> None:
     with running("candidate", tmp_path, "bfloat16", *NGRAM) as url:
-        seen.windows["candidate"] = forced(url, "auto", SHORT, 6)
+        seen.windows["candidate"] = forced(url, "auto", SHORT, 3)
         seen.easy["candidate"] = easy_suite.answers(url, SERVED_NAME, tmp_path / "easy")
         repeating = "one two three four five six seven eight nine ten. " * 8
         body = {"model": SERVED_NAME, "prompt": repeating, "max_tokens": 64, "temperature": 0, "ignore_eos": True}

@@ -1,0 +1,162 @@
+"""The serving profile as a user runs it, on two vLLM servers that it starts and stops in turn: FP32 as stock, BF16 as the candidate.
+
+What must come out is known: a model of 135 M parameters is at the floor of GSM8K, so the suite is not proven; and BF16 is not FP32, so the
+per-token lane must say that the candidate lies outside stock's own noise. `make test-serving`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evals.tasks.loading import local_files
+from tests.serving import bench
+from tests.serving.vllm_environment import CONTEXT_TOKENS, ENVIRONMENT, FORCING, MODEL, SERVED_NAME, command
+from validation.core.settings import PROJECT_ROOT
+
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(1500)]
+
+BINS, WINDOW, WINDOWS = (256, 768), 64, 2
+CONFIG = """
+profile = "serving"
+[servers]
+together = false
+[baseline]
+{side}
+dtype = "float32"
+command = {stock}
+[candidate]
+{side}
+dtype = "bfloat16"
+command = {candidate}
+proof_log = "dtype=torch.bfloat16"
+accept_differences = ["dtype"]
+[evals]
+suites = ["gsm8k"]
+rows = 8
+rows_at_one = 2
+concurrency = [1, 4]
+max_new_tokens = 96
+request_timeout_s = 300
+[numerics]
+bins = {bins}
+window_tokens = {window}
+windows = {windows}
+text = {text}
+neighbours = 2
+[perf]
+bench = {bench}
+baseline_cell = "smollm2-CPU-tp1-b2-q1-c64-al1-auto"
+candidate_cell = "smollm2-CPU-tp1-b2-q1-c64-al1-latency_specialized"
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: its exit code, closing line and records by check."""
+
+    code: int
+    closing: dict[str, Any]
+    records: list[dict[str, Any]]
+    words: str
+
+    def values(self, check: str, **params: int) -> dict[str, float]:
+        """Measurements of the one record of a check's case."""
+        (found,) = [
+            record
+            for record in self.records
+            if record["check"] == check and all(record["case"]["params"].get(key) == value for key, value in params.items())
+        ]
+        assert found["outcome"] == "measured", (check, found["outcome"], found["reasons"], self.words)
+        return {measured["name"]: measured["value"] for measured in found["measurements"]}
+
+
+@pytest.fixture(scope="module")
+def run(vllm_cpu: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("profile")
+    side = f'model = "{SERVED_NAME}"\nrevision = "main"\nquantization = "none"\ntensor_parallel = 1\nstartup_timeout_s = 600\n'
+    side += "env = { " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in ENVIRONMENT.items()) + " }"
+    text = CONFIG.format(
+        side=side,
+        stock=json.dumps(command("float32", *FORCING)),
+        candidate=json.dumps(command("bfloat16", *FORCING)),
+        bins=list(BINS),
+        window=WINDOW,
+        windows=WINDOWS,
+        text=json.dumps(str(PROJECT_ROOT / "LICENSE")),
+        bench=json.dumps(bench.command("{base_url}", SERVED_NAME, MODEL, Path("{result_dir}/{result_name}"))),
+    )
+    (folder / "validate.toml").write_text(text)
+    line = [sys.executable, "-m", "validation", "run", "--config", str(folder / "validate.toml"), "--lanes", "evals,numerics,perf"]
+    done = subprocess.run(
+        [*line, "--runs-dir", str(folder / "runs")],
+        cwd=PROJECT_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=1400,
+        check=False,
+        env={**os.environ},
+    )
+    found = list((folder / "runs").glob("R-*/evidence.jsonl"))
+    assert len(found) == 1, done.stderr[-3000:]
+    records = [json.loads(record) for record in found[0].read_text().splitlines()]
+    return Run(
+        code=done.returncode,
+        closing=json.loads(done.stdout.strip().splitlines()[-1]),
+        records=[record for record in records if "check" in record],
+        words=done.stderr[-3000:],
+    )
+
+
+def test_the_sides_are_told_apart_by_what_the_servers_say(run: Run) -> None:
+    values = run.values("evals.serving.identity")
+    assert values["unaccepted_differences"] == 0
+    assert values["facts_compared"] > 3
+
+
+def test_gsm8k_at_the_floor_is_not_proven(run: Run) -> None:
+    if local_files({"test": ["gsm8k/test.jsonl"]}) is None:
+        pytest.skip("no GSM8K rows: put the public files under K3_EVAL_DATA")
+    values = run.values("evals.serving.gsm8k", concurrency=4)
+    assert values["stock_score"] < 0.2
+    assert values["items"] == 8
+    verdict = json.loads(next(iter(Path(run.closing["report"]).parent.glob("verdict.json"))).read_text())
+    status = {claim["claim"]: claim["status"] for claim in verdict["claims"]}
+    assert status["C-SERVE-1"] == "not_proven"
+
+
+def test_every_forced_token_is_compared_and_bf16_is_not_taken_for_fp32(run: Run) -> None:
+    for context in BINS:
+        values = run.values("numerics.serving.decode", context_tokens=context)
+        assert values["tokens"] >= WINDOWS * (WINDOW - 1)
+        assert values["non_finite"] == 0
+        assert values["noise_floor"] > 0
+        assert values["noise_ratio"] > 1.5  # rounding to 8 bits against the noise of FP32
+    assert run.code == 1
+    assert run.closing["verdict"] == "fail"
+
+
+def test_the_bench_of_both_sides_is_in_the_matrix(run: Run) -> None:
+    values = run.values("perf.serving.bench")
+    assert values["objections"] == 0
+    assert values["completed_requests"] == 8
+
+
+def test_no_server_is_left(run: Run) -> None:
+    del run
+    found = []
+    for process in Path("/proc").iterdir():
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+        except (OSError, ValueError):
+            continue
+        if str(MODEL).encode() in words and str(CONTEXT_TOKENS).encode() in words:
+            found.append(process.name)
+    assert not found
