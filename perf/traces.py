@@ -33,6 +33,7 @@ class Mixed:
     prompt_tokens: int = 128
     between: int = 4
     after: int = 8
+    earlier_prompt_tokens: int | None = None  # of all arrivals but the last; None: as long as the last one's
 
     @property
     def decoded_tokens(self) -> int:
@@ -46,6 +47,7 @@ class Mixed:
             "prompts": rng.integers(4, NANO.vocab_size, size=(self.users, self.prompt_tokens)),
             "decode": rng.integers(4, NANO.vocab_size, size=(self.users, longest)),
             "steps": np.array([self.between, self.after]),
+            "lengths": np.array([self.earlier_prompt_tokens or self.prompt_tokens] * (self.users - 1) + [self.prompt_tokens]),
         }
 
 
@@ -107,7 +109,7 @@ class _Replay:
         last: dict[int, torch.Tensor] = {}
         done = [0] * n_users
         for user in range(n_users):
-            last[user] = self._prefill(caches, prompts[user : user + 1], [user])[0]
+            last[user] = self._prefill(caches, prompts[user : user + 1, : int(inputs["lengths"][user])], [user])[0]
             here = list(range(user + 1))
             for _ in range(between if user < n_users - 1 else after):
                 rows = self._step(caches, np.array([decode[u, done[u]] for u in here]), here)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from perf.cpu_engine import ERROR_LIMIT, conditions
 
 SEED = 5
 PAIRS = 4  # interleaved replays of a mixed trace; conversations of the agentic one are half as many
-LONG_PROMPT_TOKENS = 32768  # of the workload that is published for servers: minutes on a processor, so it is asked for by name
+LONG_TOKENS = 4096  # of a prompt that takes seconds; the published workload has 32768, minutes on a processor, so it is asked for by name
 
 
 def interactivity_p90(rates: Sequence[float]) -> float:
@@ -34,7 +35,7 @@ def interactivity_p90(rates: Sequence[float]) -> float:
 
 
 def measure(candidate: str = "specialized", *, pairs: int = PAIRS, prompt_tokens: int | None = None) -> dict[str, Any]:
-    """Both workloads on both sides. `prompt_tokens`: only mixed prefill, with prompts of that length and two users.
+    """Both workloads on both sides. `prompt_tokens`: only mixed prefill, a prompt of that length arriving while another user decodes.
 
     Returns:
         per workload: settings, and per side tokens a second for decode alone, end to end and (agentic) the P90 of turns; what was objected;
@@ -45,8 +46,10 @@ def measure(candidate: str = "specialized", *, pairs: int = PAIRS, prompt_tokens
     """
     from perf.traces import Agentic, Mixed, oracle
 
-    mixed = Mixed() if prompt_tokens is None else Mixed(users=2, prompt_tokens=prompt_tokens, between=4, after=8)
-    alone = Mixed(users=mixed.users, prompt_tokens=mixed.prompt_tokens, between=0, after=0)
+    mixed = Mixed() if prompt_tokens is None else Mixed(users=2, prompt_tokens=prompt_tokens, earlier_prompt_tokens=min(64, prompt_tokens))
+    alone = replace(mixed, between=0, after=0)
+    # A long prompt is its own warm-up, and its prefill hardly scatters: one pair of it alone will do.
+    warm_ups, pairs_alone = (1, pairs) if mixed.prompt_tokens < LONG_TOKENS else (0, 1)
     limit_s = 60.0 + 0.02 * mixed.users * mixed.prompt_tokens
     reference = oracle()
     made: dict[str, Any] = {"source": "cpu_engine", "candidate": candidate, "conditions": conditions()}
@@ -60,7 +63,7 @@ def measure(candidate: str = "specialized", *, pairs: int = PAIRS, prompt_tokens
             work = Workload(inputs=inputs, oracle=reference, error_limit=ERROR_LIMIT)
             return compare(stock, other, work, pairs=n, warm_ups=warm_ups, seed=SEED)
 
-        whole, prefill = timed(mixed.inputs, pairs, 1), timed(alone.inputs, pairs, 1)
+        whole, prefill = timed(mixed.inputs, pairs, warm_ups), timed(alone.inputs, pairs_alone, warm_ups)
         made["mixed_prefill"] = _mixed_row(mixed, whole, prefill)
         if prompt_tokens is None:
             agentic = Agentic()
@@ -105,7 +108,7 @@ def _row(settings: Mapping[str, Any], sides: Mapping[str, Any], found: Sequence[
         "sides": {} if reasons else dict(sides),
         "reasons": reasons,
         "worst_error": errors[-1],
-        "pairs": min(len(one.stock.samples_us) for one in found),
+        "pairs": len(found[0].stock.samples_us),
     }
     if not reasons:
         ratio = found[0].speed_up

@@ -65,6 +65,9 @@ def test_both_paths_and_the_oracle_replay_the_same_mixed_trace() -> None:
     for run in (traces.stock({}), traces.candidate({"candidate": "specialized"})):
         errors = row_errors(run(given), reference, [0, 1])
         assert errors["logits"] < cpu_engine.ERROR_LIMIT
+    late = replace(SMALL, earlier_prompt_tokens=4).inputs(3)
+    assert row_errors(traces.stock({})(late), traces.oracle()(late), [0, 1])["logits"] < cpu_engine.ERROR_LIMIT
+    assert row_errors(traces.stock({})(late), reference, [0])["logits"] > cpu_engine.ERROR_LIMIT
     other = traces.stock({})(SMALL.inputs(4))
     assert row_errors(other, reference, [0, 1])["logits"] > cpu_engine.ERROR_LIMIT  # another trace is not excused
 
