@@ -35,6 +35,7 @@ from validation.core.types import HarnessError
 from validation.core.worker import Refused
 
 CHARACTERS_A_TOKEN = 8  # more than any tokenizer needs for text; what is too much is cut
+CHAT_SPARE_TOKENS = 256
 MAX_TEXT_BYTES = 64 << 20
 NEIGHBOUR_PROMPT_TOKENS = 256
 TOKENIZE_LIMIT_S = 300.0
@@ -238,7 +239,8 @@ def long_text(source: str, characters: int, number: int, of: int) -> str:
     if source == "chat":
         from validation.numerics.textsource import tokens_ending_at
 
-        return "".join(map(chr, tokens_ending_at([max(256, characters // CHARACTERS_A_TOKEN)], number, bos=10, vocab_size=128)[1:]))
+        size = characters // CHARACTERS_A_TOKEN + CHAT_SPARE_TOKENS  # a character is a token there
+        return "".join(map(chr, tokens_ending_at([size], number, bos=10, vocab_size=128)[1:]))
     text = _standard_library() if not source else _read_text(PROJECT_ROOT / source)
     begin = len(text) * number // max(of, 1)
     part = text[begin : begin + characters]
