@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from validation.core import jsonio, registry
@@ -180,7 +181,7 @@ def repro(evidence: Annotated[str, typer.Argument(help="E-…, from any report."
 def _show_verdict(verdict: Any) -> None:
     table = Table("claim", "status", "required", "why", title=f"{verdict.run}: {verdict.status.value}")
     for result in verdict.claims:
-        table.add_row(result.claim, result.status.value, "yes" if result.required else "no", result.note)
+        table.add_row(result.claim, result.status.value, "yes" if result.required else "no", escape(result.note))
     Console(stderr=True).print(table)
 
 
