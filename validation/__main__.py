@@ -17,7 +17,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from validation.core import jsonio, registry
@@ -112,7 +111,7 @@ def list_(config: Config = None, runs_dir: RunsDir = None) -> None:
     from validation.core.validate import load_claims
 
     settings = _settings(config, runs_dir=runs_dir)
-    out = Console(stderr=True)
+    out = Console(stderr=True, markup=False)
     checks = Table("lane", "check", "claim", "cases", title="Checks")
     modules = {**registry.LANE_MODULES, **settings.lane_modules}
     for lane, module in dict.fromkeys([*modules.items(), *registry.every_lane_module()]):
@@ -169,7 +168,7 @@ def repro(evidence: Annotated[str, typer.Argument(help="E-…, from any report."
     for row in rows:
         shown = "missing" if row.repeated is None else f"{row.repeated:.9g}"
         table.add_row(row.name, row.unit, f"{row.recorded:.9g}", shown, "yes" if row.same else "NO")
-    err = Console(stderr=True)
+    err = Console(stderr=True, markup=False)
     err.print(table)
     for note in (*notes, *(f"now {repeated.outcome.value}: {reason}" for reason in repeated.reasons)):
         err.print(note, markup=False)
@@ -181,8 +180,8 @@ def repro(evidence: Annotated[str, typer.Argument(help="E-…, from any report."
 def _show_verdict(verdict: Any) -> None:
     table = Table("claim", "status", "required", "why", title=f"{verdict.run}: {verdict.status.value}")
     for result in verdict.claims:
-        table.add_row(result.claim, result.status.value, "yes" if result.required else "no", escape(result.note))
-    Console(stderr=True).print(table)
+        table.add_row(result.claim, result.status.value, "yes" if result.required else "no", result.note)
+    Console(stderr=True, markup=False).print(table)
 
 
 def _shown(path: str) -> str:

@@ -97,7 +97,7 @@ def policy(path: Annotated[Path, typer.Option("--policy", help="Policy file.")] 
     table = Table("rule", "sentence", "check", "test", title=f"{read.name}, digest {read.digest[:12]}")
     for rule in read.rules:
         table.add_row(rule.id, rule.sentence, rule.check, rule.test)
-    err = Console(stderr=True)
+    err = Console(stderr=True, markup=False)
     err.print(table, markup=False)
     for problem in found:
         err.print(f"{problem.kind} {problem.where}: {problem.message}", markup=False, soft_wrap=True)

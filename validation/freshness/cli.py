@@ -28,7 +28,7 @@ def status(
 ) -> None:
     """Say which published evidence is stale, why, and the command that renews it (seconds, no GPU)."""
     found = published.freshness(root, load_policy(policy))
-    err = Console(stderr=True)
+    err = Console(stderr=True, markup=False)
     if not found.cells:
         err.print(f"Nothing published below {root}: no GPU claim has evidence.", markup=False)
     shown = found.cells if every else found.stale

@@ -87,7 +87,7 @@ def _accepted(words: Sequence[str]) -> dict[str, str]:
 
 
 def _show(results: list[conditions.Result], required: tuple[str, ...], status: Status) -> None:
-    err = Console(stderr=True)
+    err = Console(stderr=True, markup=False)
     table = Table("condition", "status", "required", "what", "remedy", title=f"Gate: {status.value}")
     for result in results:
         need = "yes" if result.name in required else "no"

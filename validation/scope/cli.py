@@ -36,7 +36,7 @@ def scope(
     table = Table("rule", "place", "finding", "fix", title=f"{len(findings)} finding(s) in {len(change.files)} changed file(s)")
     for finding in findings:
         table.add_row(finding.rule, f"{finding.path}:{finding.line}" if finding.line else finding.path, finding.message, finding.fix)
-    Console(stderr=True).print(table)
+    Console(stderr=True, markup=False).print(table)
     # A change without a file proves nothing about isolation.
     status = Status.FAIL if findings else Status.PASS if change.files else Status.NOT_PROVEN
     body = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -72,3 +73,12 @@ def test_findings_are_written_as_json(repository: Path) -> None:
     target = repository.parent / "findings.json"
     run(repository, "--json", str(target))
     assert [f["rule"] for f in json.loads(target.read_text())["findings"]] == ["P-ISO-1"]
+
+
+def test_a_path_that_looks_like_markup_is_shown_as_it_is(repository):
+    write(repository, {**CLEAN, "outside/[/bold] [red].py": "x = 1\n"})
+    command = [sys.executable, "-m", "validation", "scope", "--repo", str(repository), "--policy", str(repository.parent / "policy.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "COLUMNS": "300"})
+    assert done.returncode == 1, done.stderr
+    assert "[/bold] [red].py" in done.stderr
+    assert "Traceback" not in done.stderr
