@@ -241,7 +241,7 @@ def long_text(source: str, characters: int, number: int, of: int) -> str:
 
         size = characters // CHARACTERS_A_TOKEN + CHAT_SPARE_TOKENS  # a character is a token there
         return "".join(map(chr, tokens_ending_at([size], number, bos=10, vocab_size=128)[1:]))
-    text = _standard_library() if not source else _read_text(PROJECT_ROOT / source)
+    text = _standard_library(characters * of) if not source else _read_text(PROJECT_ROOT / source)
     begin = len(text) * number // max(of, 1)
     part = text[begin : begin + characters]
     return part if len(part) == characters else part + text[: min(begin, characters - len(part))]
@@ -255,13 +255,14 @@ def _read_text(path: Path) -> str:
         raise HarnessError(f"text: got {error}, needs a readable file") from error
 
 
-def _standard_library() -> str:
+def _standard_library(characters: int) -> str:
+    """Its sources one after the other, until there are enough."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = [path for path in sorted(folder.rglob("*.py")) if "site-packages" not in path.parts and "test" not in path.parts]
     parts, size = [], 0
     for path in files:
         parts.append(path.read_text(errors="replace"))
         size += len(parts[-1])
-        if size > MAX_TEXT_BYTES:
+        if size > min(characters, MAX_TEXT_BYTES):
             break
     return "".join(parts)
