@@ -8,6 +8,7 @@ fewer than `concurrency` are in flight, which the measured share shows.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import resource
 import sys
@@ -16,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from evals.serving.asking import UNREACHABLE, WORKER, Answer, Ask, Asker, WorkerLost
 from validation.core.types import HarnessError
@@ -276,6 +278,9 @@ class Executor:
 
 
 def peak_rss_bytes() -> int:
-    """Highest resident memory of this process so far."""
+    """Highest resident memory of this process so far. Linux counts it a program; `getrusage` would start with that of the parent."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(peak if sys.platform == "darwin" else peak * 1024)

@@ -45,13 +45,16 @@ def run(stock, candidate, folder, **changes):
     return run_suite("gsm8k", **sides, policy=policy("gsm8k"), plan=plan(**changes), folder=folder, shown=Silent())
 
 
-def test_replicas_and_workers_give_one_report(data, tmp_path):
+@pytest.mark.parametrize(
+    "ways", [((1, 1), (2, 1), (4, 1), (1, 2)), pytest.param(((1, 1), (2, 2), (1, 4), (4, 4)), marks=pytest.mark.serving)]
+)
+def test_replicas_and_workers_give_one_report(data, tmp_path, ways):
     """One, two and four replicas a side, and one, two and four client processes: byte for byte."""
     from contextlib import ExitStack
 
     answers = gsm8k(data, 60)
     reports = {}
-    for replicas, workers in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 4)):
+    for replicas, workers in ways:
         with ExitStack() as stack:
             a, b = servers(stack, replicas, answers), servers(stack, replicas, answers)
             result = run(a, b, tmp_path / f"{replicas}-{workers}", workers=workers)
@@ -188,7 +191,7 @@ def test_ray_absent_is_one_clear_error(monkeypatch):
 
 
 @needs_ray
-@pytest.mark.slow
+@pytest.mark.serving
 def test_ray_gives_the_same_report_and_survives_a_lost_worker(data, tmp_path):
     answers = gsm8k(data, 60)
     with CannedServer(Script(answers=answers, accuracy=0.8, latency=(0.0, 0.01))) as a, CannedServer(Script(latency=(0.05, 0.1))) as b:

@@ -258,7 +258,7 @@ print(json.dumps(told))
 """
 
 
-@pytest.mark.parametrize(("number", "tokens"), [(2000, 400), pytest.param(20_000, 2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("number", "tokens"), [(1500, 400), pytest.param(20_000, 2000, marks=pytest.mark.serving)])
 def test_memory_does_not_grow_with_the_suite(tmp_path, number, tokens):
     """20,000 answers of 2,000 tokens (hundreds of megabytes on disk) in a process of its own; 2 GiB is the promise, this is far below."""
     made = subprocess.run([sys.executable, "-c", MANY_ITEMS, str(number), str(tokens), str(tmp_path)], capture_output=True, text=True)
@@ -270,7 +270,7 @@ def test_memory_does_not_grow_with_the_suite(tmp_path, number, tokens):
     assert told["peak_reopened"] < 1 << 30
 
 
-@pytest.mark.slow
+@pytest.mark.serving
 def test_sixty_four_in_flight_against_a_real_server(tmp_path):
     """The share is measured twice: by the executor, and by the server of what it had in its hands."""
     with CannedProcess(Script(latency=(0.2, 1.2)), tmp_path) as server:
