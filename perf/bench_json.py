@@ -102,7 +102,7 @@ def _interactivity_p90(table: dict[str, Any], problems: list[str]) -> float | No
             if found and math.isfinite(found[0]) and math.isfinite(found[-1]) and found[0] > 0:
                 return found[(len(found) - 1) // 10]
             raise ValueError("no request with a positive finite rate")
-        except (TypeError, ValueError, ZeroDivisionError) as error:
+        except (TypeError, ValueError, ArithmeticError) as error:
             problems.append(f"{', '.join(names)}: got {error}, needs tokens and seconds of each request")
             return None
     slow_ms = _number(table, "p90_tpot_ms", problems, required=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,36 @@ class Policy:
 _TOP = {"schema", "name", "isolation", "opt_in", "interface", "supported", "lanes", "limits", "evidence", "mutants", "rule"}
 
 
+_KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "str": (lambda value: isinstance(value, str), "a text"),
+    "int": (lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0, "a whole number"),
+    "tuple[str, ...]": (lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value), "a list of texts"),
+}
+_TABLES = ("isolation", "opt_in", "interface", "supported", "lanes", "limits", "evidence", "mutants")
+
+
+def _shape_problems(table: Mapping[str, Any]) -> list[str]:
+    """What is no table, or no list of tables, where one is needed."""
+    found = [f"[{key}]: got {table[key]!r}, needs a table" for key in _TABLES if not isinstance(table.get(key, {}), dict)]
+    inside = table.get("isolation")
+    lists = [("rule", table.get("rule", [])), ("isolation.hooks", inside.get("hooks", []) if isinstance(inside, dict) else [])]
+    found += [
+        f"[{name}]: got {value!r}, needs a list of tables"
+        for name, value in lists
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value)
+    ]
+    for key, kind, words in (("lanes", list, "a list of texts"), ("limits", dict, "a table")):
+        part = table.get(key)
+        if isinstance(part, dict):
+            found += [f"[{key}] {name}: got {value!r}, needs {words}" for name, value in part.items() if not isinstance(value, kind)]
+    return found
+
+
 def _build(cls: type, table: Mapping[str, Any], where: str, problems: list[str]) -> Any:
+    for f in dataclasses.fields(cls):
+        fits, words = _KINDS.get(str(f.type), (lambda value: True, ""))
+        if f.name in table and not fits(table[f.name]):
+            problems.append(f"[{where}] {f.name}: got {table[f.name]!r}, needs {words}")
     known = {f.name for f in dataclasses.fields(cls)}
     missing = {
         f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
@@ -116,8 +145,11 @@ def load_policy(path: Path = DEFAULT_POLICY) -> Policy:
     try:
         raw = path.read_bytes()
         table = tomllib.loads(raw.decode())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise HarnessError(f"policy {path}: got {error}, needs a readable TOML file; see rfc/policy.toml for the form") from None
+    problems = _shape_problems(table)
+    if problems:
+        raise HarnessError(f"policy {path}: {len(problems)} problem(s): " + "; ".join(problems))
     problems = [f"{key}: unknown table, needs one of {', '.join(sorted(_TOP))}" for key in sorted(set(table) - _TOP)]
     for key in ("name", "isolation", "opt_in"):
         if key not in table:

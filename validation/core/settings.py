@@ -85,7 +85,7 @@ def _read_table(path: Path) -> tuple[dict[str, Any], KeyLines]:
     try:
         text = path.read_text()
         return tomllib.loads(text), KeyLines(text)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise HarnessError(f"settings: got {error}, needs a readable TOML file at {path}") from error
 
 

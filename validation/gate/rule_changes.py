@@ -70,7 +70,7 @@ def rule_changes(change: Change, policy_path: str) -> tuple[RuleChange, ...]:
 def _toml(text: str, where: str) -> Mapping[str, Any]:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise HarnessError(f"policy {where}: got {error}, needs TOML at the base and at the head") from None
 
 
@@ -157,7 +157,7 @@ def _claims(text: str | None) -> dict[str, dict[str, tuple[str, ...]]]:
 def _literal(node: ast.AST | None) -> Any:
     try:
         return ast.literal_eval(node) if isinstance(node, ast.expr) else None
-    except ValueError:
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None
 
 
@@ -218,5 +218,5 @@ def _constants(node: ast.stmt) -> Iterator[tuple[str, float]]:
 def _parsed(text: str, path: str) -> ast.Module:
     try:
         return ast.parse(text)
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise HarnessError(f"gate: got {error} in {path}, needs Python that parses at the base and at the head") from None

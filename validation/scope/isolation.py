@@ -82,7 +82,7 @@ def _imports(path: str, text: str) -> Iterator[tuple[int, str]]:
     """(line, dotted module) of every import in a Python file, relative ones resolved; `importlib.import_module("x")` counts."""
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return
     package = _module_name(path) if PurePosixPath(path).name == "__init__.py" else _module_name(path)[:-1]
     for node in ast.walk(tree):
@@ -121,7 +121,7 @@ def _default_of(name: str, text: str) -> tuple[int, object] | None:
     literal or as a constant that the same file assigns once, at its top level."""
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     constants = _constants(tree)
     for node in ast.walk(tree):
