@@ -255,7 +255,8 @@ class GpuPath:
                     for n in range(self.config.n_blocks):
                         rank.buffers[f"{rows}.block.{n}"] = blocks[n]
                 else:
-                    rank.buffers[f"{rows}.{names[0]}"] = torch.empty(operand.shape, dtype=dtype, device=rank.device)
+                    # Zeros, because a kernel may be loaded (`_load`) before its producer ran once, and a list of garbage points anywhere.
+                    rank.buffers[f"{rows}.{names[0]}"] = torch.zeros(operand.shape, dtype=dtype, device=rank.device)
 
     def _ranks_on(self, place: torch.device) -> int:
         return sum(rank.device == place for rank in self._ranks)
