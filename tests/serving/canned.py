@@ -36,8 +36,7 @@ class Script:
     truncate: float = 0.0
     swap_every: int = 0
     prompt_tokens_off: float = 0.0  # share of prompts that the server cuts
-    copies: bool = False  # equal seeds give equal replies (as vLLM does); else the reply also depends on nothing else
-    ignore_unknown: bool = True
+    own_luck: bool = False  # whether an answer is right depends on the server too; else equal servers give equal answers to equal seeds
     refuse_after: int = 0  # requests until connections are refused
 
 
@@ -169,7 +168,7 @@ class CannedServer:
         found = max(((tail.rfind(key), key) for key in script.answers), default=(-1, ""))
         if found[0] < 0:
             return f"{script.default} ({hashlib.sha256(prompt.encode()).hexdigest()[:8]})"
-        right = unit("right", found[1], seed) < script.accuracy
+        right = unit("right", found[1], seed, script.name if script.own_luck else "") < script.accuracy
         return script.answers[found[1]] if right else f"{script.default} ({unit(found[1], seed):.9f})"
 
     def _choice(self, prompt, request, chat, index):
