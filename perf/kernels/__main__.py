@@ -18,6 +18,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,7 @@ FILES = {
     "sanitize": "kernel_sanitizer", "ops": "kernel_ops",
 }  # fmt: skip
 EDGE_WORKERS = 4
+LARGE_BYTES, LARGE_AT_ONCE = 256 << 20, 3
 MATRIX = ("layer --tp 8", "layer --tp 16", "launches", "step")
 NANO_PARTS = [f"nano --names {name} --tp {tp} --worker {tp}" for name in ("model", "replays", "delays") for tp in (1, 2)]
 ALL = (*MATRIX, *NANO_PARTS, "nano --names delays --tp 4 --worker 4", "answers", "sanitize")
@@ -77,6 +79,23 @@ def the_gpu(out: Path, *, alone: bool) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def room(out: Path, weight_bytes: int) -> Iterator[None]:
+    """Of cases with large weights only a few are held at a time over all processes: their oracles widen them to FP64."""
+    if weight_bytes < LARGE_BYTES:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        slots = [stack.enter_context((out / f".large{i}").open("w")) for i in range(LARGE_AT_ONCE)]
+        while True:
+            for slot in slots:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(slot, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    yield
+                    return
+            time.sleep(0.05)
+
+
 # ---- correctness ----
 def distinct(config: ModelConfig, tp: int, rank: int, rows: int, q: int) -> Iterator[Launch]:
     """One launch for each different kernel of a step, in plan order."""
@@ -109,7 +128,8 @@ def run_checks(records: Records, shapes: Sequence[tuple[int, int]], models: Sequ
                 try:
                     spec = kernel_spec(config, launch.contract)
                     record |= {"kernel": spec.id, "sass_sha256": sass_digest(spec), "in_table": in_table(spec)}
-                    outcome = patiently(partial(check, config, launch.contract, 1000 + rows, case, rank=rank))
+                    with room(records.path.parent, launch.contract.weight_bytes):
+                        outcome = patiently(partial(check, config, launch.contract, 1000 + rows, case, rank=rank))
                     record |= {**asdict(outcome), "holds": outcome.judged()}
                 except Exception as error:
                     record |= {"error": f"{type(error).__name__}: {error}"[:600], "holds": False}
@@ -300,6 +320,8 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     # Virtual ranks spin on each other from streams of one device: they need hardware queues of their own. Read when CUDA starts.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # Kernels of one class share a file name, so every process has a folder of its own for what the compiler leaves behind.
+    os.environ["CUTE_DSL_DUMP_DIR"] = tempfile.mkdtemp(prefix="k3-cubin-")
     asked = arguments(argv)
     asked.out.mkdir(parents=True, exist_ok=True)
     bad = 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import tempfile
 from collections.abc import Iterable
 
 from kimi_k3_decode.compile import TABLE, text_digest
@@ -23,7 +21,6 @@ def sass_digest(spec: KernelSpec) -> str:
     if spec.id not in _DIGESTS:
         import cutlass.cute as cute
 
-        os.environ.setdefault("CUTE_DSL_DUMP_DIR", tempfile.mkdtemp(prefix="k3-cubin-"))
         function = cute.compile[cute.KeepCUBIN](spec.make(), *placeholders(spec))
         launcher._CACHE[spec.id] = function
         _DIGESTS[spec.id] = text_digest(function.__cubin__)
