@@ -98,5 +98,5 @@ def test_a_server_that_dies_is_named_and_the_rest_is_asked_again(server: Served,
 def test_swapped_answers_fail_the_suite(server: Served, tmp_path: Path) -> None:
     code, records = run(server, tmp_path, "evals", "swap")
     values, text = of(records, "evals.serving.gpqa_diamond_nano", concurrency=8)
-    assert values["swapped"] > 0, text
+    assert values["swapped_replies"] > 0, text
     assert code == 1
