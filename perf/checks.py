@@ -160,7 +160,7 @@ def engine(case: Case, targets: Mapping[str, Target]) -> Found:
         ),
     ]  # fmt: skip
     measurements += [
-        Measurement(name=name, value=row[name], unit="1") for name in ("speed_up", "speed_up_low", "speed_up_high") if name in row
+        Measurement(name=name, value=row[name], unit="time ratio") for name in ("speed_up", "speed_up_low", "speed_up_high") if name in row
     ]
     kept = {k: v for k, v in row.items() if not k.endswith("samples_us")}
     return tuple(measurements), {"source": "cpu_engine", "conditions": cpu_engine.conditions(), "row": kept}
@@ -183,7 +183,7 @@ def workloads(case: Case, targets: Mapping[str, Target]) -> Found:
     found = replayed.measure(targets["candidate"].name)
     rows = {name: found[name] for name in ("mixed_prefill", "agentic")}
     measurements = [
-        Measurement(name=f"{name}.{side}.{key}", value=value, unit="1")
+        Measurement(name=f"{name}.{side}.{key}", value=value, unit="tok/s")
         for name, row in rows.items()
         for side, values in row["sides"].items()
         for key, value in values.items()

@@ -48,8 +48,8 @@ def measure(candidate: str = "specialized", *, pairs: int = PAIRS, prompt_tokens
 
     mixed = Mixed() if prompt_tokens is None else Mixed(users=2, prompt_tokens=prompt_tokens, earlier_prompt_tokens=min(64, prompt_tokens))
     alone = replace(mixed, between=0, after=0)
-    # A long prompt is its own warm-up, and its prefill hardly scatters: one pair of it alone will do.
-    warm_ups, pairs_alone = (1, pairs) if mixed.prompt_tokens < LONG_TOKENS else (0, 1)
+    # Prefill hardly scatters, so fewer pairs of it alone will do; a long prompt is its own warm-up.
+    warm_ups, pairs_alone = (1, max(2, pairs // 2)) if mixed.prompt_tokens < LONG_TOKENS else (0, 1)
     limit_s = 60.0 + 0.02 * mixed.users * mixed.prompt_tokens
     reference = oracle()
     made: dict[str, Any] = {"source": "cpu_engine", "candidate": candidate, "conditions": conditions()}

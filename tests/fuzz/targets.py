@@ -82,6 +82,20 @@ def bench(data: bytes) -> None:
     _file(data, "bench.json", read_serve, (HarnessError,))
 
 
+def rules(data: bytes) -> None:
+    """The two sides of a change to the rules: a policy against the shipped one, and sources with limits and claims."""
+    from validation.gate.rule_changes import _claims, _flat, _limits, _policy_changes, _toml
+    from validation.policy import DEFAULT_POLICY
+
+    text = data.decode(errors="replace")
+    shipped = _flat(_toml(DEFAULT_POLICY.read_text(), "policy"))
+    with contextlib.suppress(HarnessError):
+        list(map(str, _policy_changes(shipped, _flat(_toml(text, "policy")))))
+    for read in (_claims, lambda source: _limits("checks.py", source)):
+        with contextlib.suppress(HarnessError):
+            read(text)
+
+
 def diff(data: bytes) -> None:
     from validation.scope.change import _parse
 
@@ -178,6 +192,7 @@ TARGETS: dict[str, Target] = {
         safetensors_header,
         safetensors_index,
         bench,
+        rules,
         diff,
         evidence,
         run_files,

@@ -29,6 +29,8 @@ DOCUMENTS = {
             ("completed", "duration", "output_throughput", "total_token_throughput", "median_tpot_ms", "median_ttft_ms", "median_itl_ms"), 1
         )
     ).encode(),
+    "rules": b'A = 3\nALL = ("x",)\nC = Claim(id="C-A", checks=("a.*",), required_in=ALL)\n'
+    b'L = Limit(measurement="m", op="<=", bound=A, why="w w")\n',
     "diff": b"diff --git a/x b/x\n--- a/x\n+++ b/x\n@@ -1 +1,2 @@\n-a\n+b\n+c\ndiff --git a/y b/z\nrename from y\nrename to z\n",
     "evidence": b'{"id":"E-0","run":"R","check":"c","case":{"subject":"s","params":{},"seed":0},"outcome":"error","rank":0,"previous":""}',
     "safetensors_header": b'{"a":{"dtype":"BF16","shape":[2,2],"data_offsets":[0,8]}}',
