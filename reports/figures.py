@@ -85,6 +85,8 @@ def error_against_position(records: Sequence[Evidence]) -> Figure | None:
             axis.plot(positions, errors, marker, ms=3, color=color, alpha=0.25, mew=0.7)
             centers.append(float(np.exp(np.log(positions).mean())))
             levels.append(float(np.sqrt(np.nanmean(errors**2))))
+        order = np.argsort(centers)  # records come by check, and a line that runs back and forth says nothing
+        centers, levels = [centers[i] for i in order], [levels[i] for i in order]
         axis.plot(
             centers, levels, marker=marker, color=color, lw=1.5, ls="-" if side == "stock" else "--", label=f"{side}, RMS of the window"
         )
