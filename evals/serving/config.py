@@ -156,7 +156,7 @@ class GateConfig:
     """May only be stricter than the policy file, which decides."""
 
     margin: Mapping[str, float] = field(default_factory=dict)  # suite -> allowed drop, at most the policy's
-    noise_factor: float = field(default=1.5, metadata=_needs(least=1.0, most=1.5))  # candidate against the noise floor of stock
+    noise_factor: float = field(default=2.0, metadata=_needs(least=1.0, most=2.0))  # candidate against the noise floor of stock
 
 
 @dataclass(frozen=True, kw_only=True)

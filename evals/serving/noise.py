@@ -24,6 +24,7 @@ from validation.numerics.errors import (
 
 Found = tuple[tuple[Measurement, ...], Mapping[str, Any]]
 SHOWN_TOKENS = 8
+NORMAL_95 = 1.96
 RESOLUTION_NATS = 1e-6  # of a log-probability that a server computes in float32 and writes in decimal
 
 
@@ -107,10 +108,20 @@ def _ratios(prefix: str, candidate: TokenErrors, noise: TokenErrors) -> list[Mea
     return [
         *reported,
         Measurement(name=f"{prefix}noise_ratio", value=ratio(_typical(candidate), _typical(noise)), unit="1"),
+        *_low(prefix, candidate, noise),
         Measurement(name=f"{prefix}rms_noise_ratio", value=ratio(root_mean_square(candidate.rms), level), unit="1"),
         Measurement(name=f"{prefix}rms_noise_ratio_low", value=math.sqrt(ratio_low(candidate.rms.square(), noise.rms.square())), unit="1"),
         Measurement(name=f"{prefix}kl_noise_ratio_low", value=ratio_low(candidate.kl, noise.kl), unit="1"),
     ]
+
+
+def _low(prefix: str, candidate: TokenErrors, noise: TokenErrors) -> list[Measurement]:
+    """Low end of the 95 % interval of the typical ratio, over tokens in pairs; left out with fewer than two."""
+    if len(noise.rms) < 2:
+        return []
+    logs = candidate.rms.clamp(min=RESOLUTION_NATS).log() - noise.rms.clamp(min=RESOLUTION_NATS).log()
+    low = float((logs.mean() - NORMAL_95 * logs.std() / math.sqrt(len(logs))).exp())
+    return [Measurement(name=f"{prefix}noise_ratio_low", value=low, unit="1")]
 
 
 def _sound(errors: Mapping[str, TokenErrors]) -> list[Measurement]:

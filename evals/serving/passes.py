@@ -50,7 +50,7 @@ class Pass:
     role: str
     again: bool = False  # on a server started again
     mixed: bool = False  # with other requests in flight
-    earlier: bool = False  # with the window begun half a window earlier
+    earlier: bool = False  # with decoding begun a window's length earlier
 
 
 STOCK, NOISE = Pass(name="stock", role="stock"), Pass(name="noise", role="stock", again=True, mixed=True, earlier=True)
@@ -99,8 +99,8 @@ class Passes:
 
     @property
     def earlier_tokens(self) -> int:
-        """How much earlier the noise pass begins to decode."""
-        return self._config.window_tokens // 2
+        """How much earlier the noise pass begins to decode: what precedes the window then comes from decode steps, not from the prefill."""
+        return self._config.window_tokens
 
     def served_maximum(self, role: str = "candidate") -> int:
         """Tokens of the longest context that a side serves; 0 where nobody tells."""

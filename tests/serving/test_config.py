@@ -94,7 +94,7 @@ def test_a_good_file_is_read_and_survives_json(tmp_path):
         ("bins = [1024, 4096]", "bins = 5", 24, "needs a list"),
         ("[numerics]\nbins = [1024, 4096]", 'perf = "x"', 20, "whole number"),
         ("[gate]", '[perf]\nbench = ["b"]\n[gate]', 27, "cell"),
-        ("margin = { gsm8k = 0.01 }", "noise_factor = 2.0", 27, "at most 1.5"),
+        ("margin = { gsm8k = 0.01 }", "noise_factor = 3.0", 27, "at most 2.0"),
     ],
 )
 def test_a_mistake_is_named_with_its_line(tmp_path, old, new, line, words):
