@@ -31,7 +31,7 @@ STEP_FILES = ("kernels.py", "gpu_step.py")
 COMPILER = "nvidia-cutlass-dsl"
 # Files that only read and write checkpoints: a clearer error for a broken file makes no kernel stale. A version of one counts as the
 # one that was measured (first) only when somebody looked at what changed and listed it here; any other version makes evidence stale.
-READERS = {
+READERS: Mapping[str, tuple[str, ...]] = {
     "kimi_k3_decode/checkpoint.py": (
         "3b2fd74563500796beaa6dee8fcdaf92484cf889e342960689941bcd8c738e28",
         "0b3ffa9e6fe615b114ca15b74602eef08e7358d3ca04514775fff3ba1b40f91c",  # refuses damaged headers and names what is wrong
