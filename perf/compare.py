@@ -24,6 +24,7 @@ from scipy import stats as distributions
 from perf.stats import holm
 from validation.core.store import read_evidence, read_run
 from validation.core.types import Evidence, HarnessError, Outcome, Status
+from validation.core.verify import verify
 from validation.policy import load_policy
 
 ALPHA = 0.05
@@ -175,7 +176,11 @@ def compare_folders(base: Path, candidate: Path, *, margin: float | None = None)
 
 
 def read_times(folder: Path) -> dict[str, Times]:
+    """Every timed cell of a run folder. Raises HarnessError when it cannot be read, or holds records that were changed."""
     run = read_run(folder)
+    changed = verify(folder).problems
+    if changed:
+        raise HarnessError(f"compare: got {folder} with {changed[0].kind} {changed[0].where}, needs the records as measured")
     gpus: Any = run.hardware.get("gpus") or [{}]
     first = gpus[0] if isinstance(gpus, list | tuple) and gpus and isinstance(gpus[0], Mapping) else {}
     gpu = str(run.hardware.get("gpu") or first.get("name") or run.hardware.get("cpu") or "unknown")

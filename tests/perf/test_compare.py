@@ -118,6 +118,10 @@ def test_folders_and_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["compare", str(base), str(tmp_path / "nothing")]) == 3
     assert compare_folders(base, slow).slower[0].cell.endswith("launch kda")
     assert len(read_times(base)) == 2 * (len(LAUNCHES) + 1)
+    edited = slow / "evidence.jsonl"
+    edited.write_text(edited.read_text().replace('"unit":"us"', '"unit":"ms"', 1))
+    assert main(["compare", str(base), str(slow)]) == 3
+    assert "as measured" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ Everything is read as text or syntax tree; nothing of either side is imported.
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -171,7 +172,20 @@ def _code_changes(path: str, before: str | None, after: str | None) -> Iterator[
         gone = [text for text in texts if text not in new.get(key, ())]
         if gone:
             now = [text for text in new.get(key, ()) if text not in texts]
-            yield RuleChange(key=key, before="; ".join(gone), after="; ".join(now) or "removed", loosens=True)
+            looser = len(gone) != 1 or len(now) != 1 or not _as_tight(gone[0], now[0])
+            yield RuleChange(key=key, before="; ".join(gone), after="; ".join(now) or "removed", loosens=looser)
+
+
+_BOUND = re.compile(r"(?P<before>.*\bop='(?P<op><=|<|>=|>)', bound=)(?P<bound>-?[\d.]+(?:e-?\d+)?)(?P<after>,.*|)")
+
+
+def _as_tight(old: str, new: str) -> bool:
+    """True when two texts of a limit differ in a literal bound only, and the new one allows no more."""
+    one, two = _BOUND.fullmatch(old), _BOUND.fullmatch(new)
+    if one is None or two is None or (one["before"], one["after"]) != (two["before"], two["after"]):
+        return False
+    was, now = float(one["bound"]), float(two["bound"])
+    return now <= was if one["op"] in ("<=", "<") else now >= was
 
 
 def _limits(path: str, text: str) -> dict[str, tuple[str, ...]]:

@@ -136,6 +136,7 @@ def test_a_loosened_rule_is_shown_and_blocks(repository, file, old, new, key):
         (POLICY_FILE, "error_ratio = 1.5", "error_ratio = 1.2", "limits.numerics.error_ratio"),
         (POLICY_FILE, "power = 0.8", "power = 0.9", "limits.evals.power"),
         (POLICY_FILE, '["scope", "ordering"]', '["scope", "ordering", "numerics"]', "lanes.embedded"),
+        ("validation/numerics/checks.py", "bound=8", "bound=9", "validation/numerics/checks.py:rows"),
         (
             POLICY_FILE,
             "[[rule]]\nid",
