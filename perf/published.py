@@ -7,6 +7,7 @@ kernel, and none that runs another. Whether a record passes is computed here fro
 
 from __future__ import annotations
 
+import hashlib
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -225,12 +226,18 @@ def _layer_results(
                 floor_us=cell_floor(cell).hbm_us,
                 evidence=record.id,
                 correctness=", ".join(used) if shown and backend == OURS else "",
-                kernel_digest=str(record.fingerprints.get("kernels", "")),
+                kernel_digest=_digest_of_all(record.fingerprints),
                 reasons=tuple(reasons),
                 conditions=_conditions(run, details, gpu, launches[backend]),
             )
         )
     return made
+
+
+def _digest_of_all(fingerprints: Mapping[str, str]) -> str:
+    """The digest of all kernels where the record has it, else one over those it names."""
+    named = [f"{name} {value}" for name, value in sorted(fingerprints.items()) if name.startswith("kernels/")]
+    return fingerprints.get("kernels") or (hashlib.sha256("\n".join(named).encode()).hexdigest() if named else "")
 
 
 def _conditions(run: Run, details: Mapping[str, Any], gpu: Gpu, launches: int) -> dict[str, Any]:

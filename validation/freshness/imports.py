@@ -1,9 +1,9 @@
 """Turns raw GPU records (JSON lines from a machine that has only this checkout) into a published run: chained, closed, bound to digests.
 
 A raw folder holds `*.jsonl` with one JSON object a line, and `digests.json` written there by `python -m validation.freshness.digests`.
-Of each object: `case` or `op` names it, `op` (a launch or a folder of ops) binds it to that kernel alone, `ops` to several beside the
-whole, `error` or `reasons` says that it did not measure, every number becomes a measurement under its path, and the whole object is kept in
-`details`.
+Of each object: `case` or `op` names it; `op` (a launch or a folder of ops) binds it to that kernel alone, `ops` to those it ran where it
+ran no whole step; `error` or `reasons` says that it did not measure; every number becomes a measurement under its path; the whole object is
+kept in `details`.
 """
 
 from __future__ import annotations
@@ -69,10 +69,9 @@ def unit_of(path: str) -> str:
 
 def evidence_of(line: Mapping[str, Any], stem: str, number: int, digests: Mapping[str, str], launches: Mapping[str, str]) -> Evidence:
     """One raw object as a record (not yet chained)."""
-    op = launches.get(str(line.get("op", "")))
-    parts = [f"kernels/{op}", f"contracts/{op}"] if op and f"kernels/{op}" in digests else ["kernels", "contracts"]
-    several = sorted({launches.get(str(name), str(name)) for name in line.get("ops", ())})
-    parts += [f"{kind}/{name}" for name in several for kind in ("kernels", "contracts")]
+    named = [str(line["op"])] if line.get("op") in launches else [str(name) for name in line.get("ops", ())]
+    folders = sorted({launches.get(name, name) for name in named})
+    parts = [f"{kind}/{folder}" for folder in folders for kind in ("kernels", "contracts")] or ["kernels", "contracts"]
     missing = [name for name in (*parts, "config", "toolchain") if name not in digests]
     if missing:
         raise HarnessError(f"{DIGESTS_FILE}: got no digest of {missing}, needs all; write it with `python -m validation.freshness.digests`")
