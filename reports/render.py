@@ -5,6 +5,7 @@ Every file is written beside and renamed, so that an interrupted rendering leave
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import jinja2
@@ -46,10 +47,17 @@ def titles(view: View) -> dict[str, str]:
     return {lane.name: LANE_TITLES.get(lane.name, lane.name) for lane in view.lanes}
 
 
+def _config_of(argv: Sequence[str]) -> str:
+    """The settings file of a run; `validate.toml` is what the command line takes by itself."""
+    given = [argv[place + 1] for place, word in enumerate(argv[:-1]) if word == "--config"]
+    return given[-1] if given else "validate.toml"
+
+
 def commands(view: View) -> tuple[tuple[str, str], ...]:
     """(what, exact command) of the test plan, as the run was asked for."""
     candidate = view.candidate
     variables = "" if view.run.profile == "embedded" else f" PROFILE={view.run.profile}"
+    variables += "" if view.run.profile != "serving" else f" CONFIG={_config_of(view.run.argv)}"
     variables += "" if candidate == "specialized" else f" CANDIDATE={candidate}"
     run = f"reports/runs/{view.run.id}"
     return (
