@@ -58,6 +58,7 @@ def write_record(path: Path, results: Iterable[AuditResult], toolchain: Mapping[
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
         json.dump(table, file, indent=1)
         file.write("\n")
+    os.chmod(file.name, 0o644)
     os.replace(file.name, path)
     return len(rows)
 

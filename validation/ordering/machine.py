@@ -13,6 +13,7 @@ what @P wrote just before.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -203,8 +204,13 @@ class Compiler:
         target = self.temporary()
 
         def op(s: State) -> None:
-            known = s[index].const
-            s[target] = dynamic if known is None else self.constant_word(0, (known + offset) & 0xFFFF)
+            value = s[index]
+            if value.const is not None:
+                s[target] = self.constant_word(0, (value.const + offset) & 0xFFFF)
+                return
+            places = domain.possible(value.symbol) or domain.block_offsets(value)
+            words = [self.constant_word(0, (place + offset) & 0xFFFF) for place in sorted(places)]
+            s[target] = functools.reduce(domain.join, words) if words else dynamic
 
         ops.append(op)
         return target

@@ -343,5 +343,6 @@ LIMITS = (
     "SASS order is issue order; what ACQBULK and BAR guarantee is taken from documentation.",
     "Relaxed and acquire mbarrier try_wait are not distinguishable in SASS.",
     "A base lost through shared memory, dynamically indexed local arrays or integer tricks is reported as unknown, not as clean.",
+    "Pointers in the parameter block that are indexed by a run-time number count as the parameter where the array starts.",
     "Unknown calls, lane-level divergence inside a warp role and cluster-wide transitivity are not modelled.",
 )

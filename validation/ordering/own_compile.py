@@ -6,9 +6,12 @@ Writes ID.cubin, ID.ptx and ID.json (what each parameter is) below `out`, skips 
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.metadata
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -74,10 +77,45 @@ def _contracts(config: ModelConfig, shard: Shard, buckets: tuple[int, ...], toke
             yield CONTRACTS["sample"](shard, rows=rows, top_k=1), True
 
 
-def name_of(model: str, spec_id: str, arch: str) -> str:
-    """File name of one variant: readable start, then a digest."""
-    digest = hashlib.sha256(f"{model} {spec_id} {arch}".encode()).hexdigest()[:12]
-    return f"{spec_id.partition('[')[0]}-{arch}-{digest}"
+PACKAGE = Path(__file__).resolve().parents[2] / "kimi_k3_decode"
+_IMPORT = re.compile(r"^\s*from (kimi_k3_decode(?:\.\w+)*) import (\([^)]*\)|[^\n#]+)", re.MULTILINE)
+
+
+def modules_below(module: str) -> tuple[Path, ...]:
+    """Files of this package that a module imports, directly or not, itself included: what the binaries it describes depend on."""
+    found: set[Path] = set()
+    waiting = [module, "kimi_k3_decode.config", "kimi_k3_decode.device.launcher"]
+    while waiting:
+        path = _file_of(waiting.pop())
+        if path is None or path in found or path.name == "oracle.py":
+            continue
+        found.add(path)
+        for parent, names in _IMPORT.findall(path.read_text()):
+            waiting += [parent, *(f"{parent}.{name.split(' as ')[0].strip()}" for name in names.strip("()").split(",") if name.strip())]
+    return tuple(sorted(found))
+
+
+def _file_of(module: str) -> Path | None:
+    path = PACKAGE.parent.joinpath(*module.split(".")).with_suffix(".py")
+    return path if path.is_file() else None
+
+
+@functools.cache
+def sources_of(op: str) -> str:
+    """SHA-256 (hex) of the sources and the compiler that shape the kernels of one operation: an edit elsewhere compiles nothing again."""
+    from kimi_k3_decode.kernels import SPECS
+
+    module = SPECS[op].__module__
+    digest = hashlib.sha256(importlib.metadata.version("nvidia-cutlass-dsl").encode() + Path(__file__).read_bytes())
+    for path in dict.fromkeys((*modules_below(module), *modules_below(module.replace(".launch", ".contract")))):
+        digest.update(f"\0{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def name_of(model: str, spec: KernelSpec, arch: str) -> str:
+    """File name of one variant: readable start, then a digest of what it is and of the sources it is made from."""
+    digest = hashlib.sha256(f"{model} {spec.id} {arch} {sources_of(spec.op)}".encode()).hexdigest()[:20]
+    return f"{spec.op}-{arch}-{digest}"
 
 
 def compile_variant(spec: KernelSpec, arch: str) -> tuple[bytes, str]:
@@ -105,7 +143,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     names, errors, compiled = [], {}, 0
     work = [(config, spec, pdl, arch) for config, spec, pdl in variants(request["scope"]) for arch in request["archs"]]
     for number, (config, spec, pdl, arch) in enumerate(work):
-        name = name_of(config.name, spec.id, arch)
+        name = name_of(config.name, spec, arch)
         names.append(name)
         if number % request["parts"] != request["part"] or (out / f"{name}.json").is_file():
             continue

@@ -1,7 +1,7 @@
 """The project's own kernels under the audit: compiled for every architecture, with roles taken from their operand contracts.
 
-Compilation is shared by worker processes and kept below the cache by the digest of everything that shapes a kernel: the sources of
-`kimi_k3_decode` that are compiled or choose what is compiled, and the compiler's version.
+Compilation is shared by worker processes and kept below the cache by the digest of everything that shapes a kernel: the modules that its
+operation imports, and the compiler's version. So an edit of one operation compiles that operation again, and nothing else.
 """
 
 from __future__ import annotations
@@ -87,11 +87,6 @@ def kernels_exist() -> bool:
     return (PACKAGE / "kernels.py").is_file()
 
 
-def source_digest() -> str:
-    """SHA-256 (hex) of the sources and compiler that shape the binaries: an edit elsewhere compiles nothing again."""
-    return _digest(_device_sources(), importlib.metadata.version("nvidia-cutlass-dsl"))
-
-
 def kernel_sources() -> str:
     """SHA-256 (hex) of the sources alone, whatever compiles them: what a trace of launches belongs to."""
     return _digest(_device_sources(), "")
@@ -119,7 +114,7 @@ def _digest(paths: Sequence[Path], compiler: str) -> str:
 def build_own(scope: str, archs: Sequence[str] = ARCHITECTURES, cache: Path | None = None, jobs: int = 2) -> OwnBuild:
     """Compile every variant of a scope that the cache lacks. Raises HarnessError when a compiler process dies."""
     started = time.perf_counter()
-    out = writable_cache(cache) / "own" / source_digest()[:24]
+    out = writable_cache(cache) / "own" / "variants"
     requests = [{"scope": scope, "archs": list(archs), "out": str(out), "part": part, "parts": jobs} for part in range(jobs)]
     index = out / f"index-{scope}-{'-'.join(archs)}-{plan_digest()[:12]}.json"
     if index.is_file():

@@ -78,6 +78,9 @@ def _load_parameter(low: Lowering, i: PtxInstruction, targets: list[str], wide: 
         index_text = "" if exact else f"{low.registers.name(base)}+"
         for index, target in enumerate(targets):
             low.emit(f"MOV{wide}", low.target(target), f"c[0x0][{index_text}{PARAM_BASE + start + offset + step * index:#x}]")
+    elif kind == "reg":  # a place in the parameter block that was computed, e.g. selected
+        for index, target in enumerate(targets):
+            low.emit(f"MOV{wide}", low.target(target), f"c[0x0][{low.registers.name(base)}+{PARAM_BASE + offset + step * index:#x}]")
     else:  # a call's return value
         for target in targets:
             low.emit("FADD.64", low.target(target))

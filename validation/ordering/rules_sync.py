@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from validation.ordering import opcodes
 from validation.ordering.machine import DIRTY_GLOBAL_SHIFT, DIRTY_SHARED, DIRTY_TILE
-from validation.ordering.model import READING, Finding, Kind, ParamRef, Role
+from validation.ordering.model import READING, Finding, Kind, ParamRef, Role, Severity
 from validation.ordering.opcodes import words
 from validation.ordering.operands import parse_operands
 from validation.ordering.rules import Subject
@@ -23,26 +25,42 @@ def mailbox_findings(subject: Subject) -> list[Finding]:
         for r in subject.analysis.records
     )
     protected = _payload_bits(subject)
+    consumed = _consumed(subject)
     for record in subject.analysis.records:
         site = record.site
         if site is None or record.resolved.space != "global":
             continue
         for ref in _mailbox(subject, record.resolved.bases):
-            what = ""
+            what, severity = "", None
             if site.kind in READING and site.strength == "weak" and not record.must & ~1:
                 kind = "non-coherent" if not site.coherent else "weak"
                 what = f"{kind} {site.kind.value.replace('_', ' ')} of mailbox {subject.name(ref)} with no acquire before it"
             elif site.kind is Kind.STORE and site.strength == "weak" and not strong_store:
                 what = f"weak store to mailbox {subject.name(ref)}, and no strong store or atomic publishes it"
+                if consumed.get(ref.index, record.code.pc) < record.code.pc:
+                    # Most likely what was consumed is armed again, and the end of the kernel orders that for the next message.
+                    what += "; fine when it re-arms what this kernel consumed, not when it forwards"
+                    severity = Severity.NOTE
             elif site.kind in (Kind.STORE, Kind.ATOMIC) and site.strength != "weak" and record.may & protected:
                 what = f"flag in mailbox {subject.name(ref)} is published while payload stores have no fence behind them"
             if what:
-                found.setdefault((record.code.pc, ref, what), subject.finding("MO009", what, record, ref, fix=MAILBOX_FIX))
+                finding = replace(subject.finding("MO009", what, record, ref, fix=MAILBOX_FIX), severity=severity)
+                found.setdefault((record.code.pc, ref, what), finding)
     return [found[key] for key in sorted(found, key=str)]
 
 
 def _mailbox(subject: Subject, bases: frozenset[ParamRef]) -> list[ParamRef]:
     return [ref for ref in sorted(bases) if subject.role(ref) is Role.MAILBOX]
+
+
+def _consumed(subject: Subject) -> dict[int, int]:
+    """Mailbox parameter -> first place where this kernel reads it strongly."""
+    found: dict[int, int] = {}
+    for record in subject.analysis.records:
+        if record.site is not None and record.site.kind is Kind.LOAD and record.site.strength != "weak":
+            for ref in _mailbox(subject, record.resolved.bases):
+                found[ref.index] = min(found.get(ref.index, record.code.pc), record.code.pc)
+    return found
 
 
 def _payload_bits(subject: Subject) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 WORD = 0xFFFFFFFF
+MAX_CHOICES = 8  # constants that one selection is followed to
 Source = tuple[Any, ...]
 # Sources: ("param", byte offset of a word) | ("pblock", byte offset | None, half) | ("pdyn", byte offset, half) |
 # ("bank", bank, byte offset) | ("mem", pc, word) | ("shared", pc) | ("local", pc) | ("mbar", pc) | ("unknown", pc)
@@ -96,6 +97,24 @@ class Domain:
             found.append(self.sources[low.bit_length() - 1])
             mask ^= low
         return found
+
+    def possible(self, symbol: int, depth: int = 0) -> frozenset[int]:
+        """Every number that a selection between constants can be; empty when it is anything else, or more than a few."""
+        node = self.nodes[symbol]
+        if node[0] == "const":
+            return frozenset((node[1],))
+        if node[0] == "sel" and depth < MAX_CHOICES:
+            ways = self.possible(node[2], depth + 1), self.possible(node[3], depth + 1)
+            return ways[0] | ways[1] if all(ways) and len(ways[0] | ways[1]) <= MAX_CHOICES else frozenset()
+        if node[0] == "plus" and depth < MAX_CHOICES:
+            return frozenset((number + node[2]) & WORD for number in self.possible(node[1], depth + 1))
+        return frozenset()
+
+    def block_offsets(self, value: Value) -> frozenset[int]:
+        """Offsets in the parameter block that an address of it can have; empty when anything else takes part."""
+        sources = self.listed(value.add)
+        known = frozenset(source[1] for source in sources if source[0] == "pblock" and source[2] == 0 and source[1] is not None)
+        return known if len(known) == len(sources) <= MAX_CHOICES else frozenset()
 
     def addressable(self, value: Value) -> bool:
         """Whether a value may be (half of) an address that did not itself come from memory."""

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from validation.ordering import pool
 from validation.ordering.audit import audit_kernel
 from validation.ordering.binaries import load_binaries
 from validation.ordering.cfg import build_graph
@@ -335,3 +336,9 @@ def test_architecture_that_nvdisasm_does_not_know():
         disassemble_raw([b"\0" * 16], "sm_999")
     with pytest.raises(BinaryError, match="architecture"):
         disassemble_raw([b"\0" * 16], "gfx942")
+
+
+def test_engine_digest_covers_what_an_answer_passes_through_and_nothing_else():
+    modules = set(pool.engine_modules())
+    assert {"audit", "binaries", "disasm", "flow", "lift", "ptx_lower", "rules", "rules_sync", "units", "values"} <= modules
+    assert not modules & {"cli", "text", "sarif", "checks", "corpus_run", "lint", "observe", "benchmark", "driver"}
