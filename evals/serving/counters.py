@@ -98,3 +98,13 @@ def acceptance_of(grown: Growth) -> Acceptance | None:
 
 def _sum(grown: Growth, name: str) -> float:
     return sum(value for key, value in grown.by_key.items() if key.startswith(name + "{"))
+
+
+def acceptance_tables(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The servers' own counters of speculative decoding over what was asked; none without speculation."""
+    rows = [
+        [side, told["length"], told["drafts_a_step"], ", ".join(f"{share:.3f}" for share in told["per_position"]), told["verify_steps"]]
+        for side, told in found.items()
+    ]
+    columns = ["side", "acceptance length", "drafts a step", "accepted at each place", "verify steps"]
+    return [{"title": "Speculative decoding, from the servers' metrics", "columns": columns, "rows": rows}] if rows else []

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from evals.serving.config import IDENTITY_FIELDS, SIDES
-from evals.serving.counters import Growth, acceptance_of
+from evals.serving.counters import Growth, acceptance_of, acceptance_tables
 from evals.serving.identity import compare, refusals
 from evals.serving.launch import StartFailed
 from evals.serving.path_proof import probe, proof_table, signs_of
@@ -73,6 +73,7 @@ def measure_path(concurrency: int, targets: Mapping[str, Any]) -> Found:
     if not found:
         raise Refused(tuple(f"path: {sign.way}: {sign.reason or 'nothing found'} ({sign.where})" for sign in signs["candidate"]))
     details: dict[str, Any] = {"tables": [proof_table(rows)], "acceptance": _acceptance(grown)}
+    details["tables"] += acceptance_tables(details["acceptance"])
     measured = [_count("signs_of_the_path", found), _count("ways_that_found_it", sum(s.count > 0 for s in signs["candidate"]))]
     if any(sign.looked for sign in signs["stock"]):
         measured.append(_count("signs_on_stock", sum(sign.count for sign in signs["stock"])))

@@ -21,7 +21,7 @@ from evals.policy import SuitePolicy, suite_policy
 from evals.serving.asking import Reading, Replica
 from evals.serving.checks import suite_cases
 from evals.serving.config import EvalsConfig, ServingConfig, Side
-from evals.serving.counters import Growth, acceptance_of, growth, read_counters
+from evals.serving.counters import Growth, acceptance_of, acceptance_tables, growth, read_counters
 from evals.serving.errors import ServingError
 from evals.serving.launch import StartFailed
 from evals.serving.mrcr_hub import MrcrChoice
@@ -224,6 +224,7 @@ def _details(result: ServedResult, session: SuiteSession) -> dict[str, Any]:
     details["reported_by_lm_eval"] = {side: dict(scores) for side, scores in result.reported.items()}
     details["failures"] = {side: dict(kinds) for side, kinds in result.failures.items()}
     details["acceptance"] = {side: told.plain() for side, one in session.grown.items() if (told := acceptance_of(one)) is not None}
+    details["tables"] += acceptance_tables(details["acceptance"])
     details["facts"] = {side: dict(facts) for side, facts in session.facts.items()}
     _keep_report(session.kept)
     return details
