@@ -97,6 +97,29 @@ class SuiteCheck(_Served):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FamilyCheck(_Served):
+    """All suites together at the highest concurrency: Holm's correction over their tests for a drop. Reads what the suites recorded."""
+
+    id: str = "evals.serving.family"
+
+    def cases(self) -> Iterable[Case]:
+        return (Case(subject="all-suites", params={"suites": len(REAL_SUITES)}),)
+
+    def limits(self, case: Case) -> tuple[Limit, ...]:
+        from evals.limits import FAMILY_LIMITS
+
+        return FAMILY_LIMITS
+
+    def measure(self, case: Case, targets: Mapping[str, Any]) -> Found:
+        config = targets["stock"].config.evals
+        if len(config.suites) < int(case.params["suites"]):
+            raise Refused((f"all suites: got {', '.join(config.suites)} in [evals], needs all {case.params['suites']} of one kind",))
+        from evals.serving.suite_measure import measure_family
+
+        return measure_family({suite: suite_cases(suite, config)[-1] for suite in config.suites}, targets)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PathProofCheck(_Served):
     """The candidate's path is what decoded, at each concurrency, and stock does not show the same sign."""
 
@@ -166,4 +189,4 @@ def proof_cases(config: EvalsConfig) -> list[Case]:
 def checks() -> list[Check]:
     """In the order they are measured: cheap refusals first, health last."""
     suites: list[Check] = [SuiteCheck(suite=suite) for suite in (*REAL_SUITES, *NANO_SUITES)]
-    return [IdentityCheck(), *suites, PathProofCheck(), HealthCheck()]
+    return [IdentityCheck(), *suites, FamilyCheck(), PathProofCheck(), HealthCheck()]

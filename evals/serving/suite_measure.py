@@ -16,7 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from evals.measurements import details_of, measurements_of
+from evals.gate import judge_family
+from evals.measurements import details_of, family_details, family_measurements, measurements_of
 from evals.policy import SuitePolicy, suite_policy
 from evals.serving.asking import Reading, Replica
 from evals.serving.checks import suite_cases
@@ -47,6 +48,14 @@ def measure_suite(suite: str, case: Case, targets: Mapping[str, Any]) -> Found:
         session.ask_everything_once()
     result = session.run(suite, case)
     return _measurements(suite, case, result, session), _details(result, session)
+
+
+def measure_family(cases: Mapping[str, Case], targets: Mapping[str, Any]) -> Found:
+    """The suites' gates again, from their records, under Holm's correction."""
+    session = SuiteSession(targets)
+    gates = [session.run(suite, case).gate for suite, case in cases.items()]
+    family = judge_family(gates)
+    return family_measurements(family, gates), family_details(family, gates)
 
 
 class SuiteSession:
