@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from validation.core.types import EXIT_CODES, HarnessError, Status
-from validation.ordering import corpus_run, drift, driver, text
+from validation.ordering import captured, corpus_run, drift, driver, text
 from validation.ordering.audit import audit_kernel
 from validation.ordering.corpus_build import toolchain
 from validation.ordering.corpus_cases import ARCHITECTURES
@@ -83,7 +83,7 @@ def audit(
     if record:
         rows = drift.write_record(record_file, report.results, versions)
         console.print(f"recorded {rows} kernels in {record_file}")
-    elif paths or record_file != driver.RECORD or scope == "full":
+    elif record_file != driver.RECORD or not (paths or graph):
         report = driver.with_drift(report, record_file, versions)
     report = dataclasses.replace(report, toolchain=versions)
     return _finish(report, corpus_report, output_format, output, console, verbose)
@@ -154,6 +154,13 @@ def _audit_project(
     if not kernels_exist():
         say("the project has no kernels yet: the path itself is not proven")
         return Report(), corpus_report
+    trace = trace or captured.committed_trace()
+    if trace is None:
+        say(
+            "no trace of launches belongs to these sources: contracts are not held against a GPU; `validation.ordering.observe` records one"
+        )
+    else:
+        say(f"contracts are held against {len(trace.launches)} launches on {trace.device}")
     report, _ = driver.audit_own(scope, archs, jobs=jobs, observed=trace, say=say)
     return report, corpus_report
 

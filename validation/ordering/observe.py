@@ -325,7 +325,8 @@ def main(arguments: list[str] | None = None) -> int:
         trace = Trace(launches=tuple(launches), host_writes=tuple(writes), device=device, steps=STEPS, sources=kernel_sources())
         write_json(out / "trace.json", trace_json(trace))  # after each case, so that a later failure loses nothing
     try:
-        write_json(out / "graph.json", {"device": name, **captured_graph()})
+        about = {"device": name, "sources": kernel_sources(), "case": {"config": "nano", "tp": 1, "requests": 3, "q": 1}}
+        write_json(out / "graph.json", {**about, **captured_graph()})
     except Exception as error:  # the trace stands without it
         write_json(out / "graph.json", {"device": name, "error": f"{type(error).__name__}: {error}"})
     print(json.dumps({"launches": len(launches), "seconds": round(time.perf_counter() - started_at, 1), "out": str(out)}))

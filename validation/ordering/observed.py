@@ -16,7 +16,9 @@ One observation is an example, not a proof: a role that was observed may be stri
 from __future__ import annotations
 
 import bisect
+import gzip
 import json
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,7 +95,8 @@ class ObservedRole:
 def read_trace(path: Path) -> Trace:
     """Raises HarnessError for a file that is no trace."""
     try:
-        table: dict[str, Any] = json.loads(path.read_text())
+        data = path.read_bytes()
+        table: dict[str, Any] = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
         if table["schema"] != SCHEMA:
             raise ValueError(f"schema {table['schema']}")
         launches = tuple(
@@ -103,7 +106,7 @@ def read_trace(path: Path) -> Trace:
         host = tuple(HostWrite(**row) for row in table.get("host_writes", ()))
         device, sources = (str(table.get(name, "")) for name in ("device", "sources"))
         found = Trace(launches=launches, host_writes=host, device=device, sources=sources, steps=int(table["steps"]), path=str(path))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise HarnessError(f"trace {path}: got {type(error).__name__}: {error}, needs the documented form; see observed.py") from error
     if not launches or found.steps < 2:
         raise HarnessError(f"trace {path}: got {len(launches)} launches of {found.steps} steps, needs >= 1 of >= 2 steps")

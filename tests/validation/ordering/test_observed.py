@@ -212,3 +212,22 @@ def test_capture_agrees_with_the_contracts(pretend_device, tp: int):
             assert [f for f in contradictions(kernel, "sm_90a", lying, found[kernel]) if f.level is Severity.ERROR]
         ops.add(table["op"])
     assert {"kda", "mla_decode", "experts_up", "moe_tail", "attn_res"} <= ops
+
+
+def test_what_a_gpu_did_agrees_with_the_contracts_and_the_plan():
+    """The committed records, as long as they belong to these sources; a test of the comparison itself either way."""
+    from kimi_k3_decode.config import NANO, Shard
+    from kimi_k3_decode.launches import launch_graph
+    from validation.ordering import captured
+
+    launches = launch_graph(NANO, Shard(config=NANO, tp=1, rank=0), 3, 1, step=0)
+    planned = captured.plan_edges(launches)
+    assert {kind for _, _, kind in planned} == {"full", "programmatic"}
+    for graph in captured.committed_graphs():
+        assert captured.captured_edges(graph) == planned
+        assert len([node for node in graph["nodes"] if node["type"] == "kernel"]) == len(launches)
+        dropped = {**graph, "edges": graph["edges"][1:]}
+        assert captured.captured_edges(dropped) != planned
+    trace = captured.committed_trace()
+    if trace is not None:
+        assert {role.role for roles in observed_roles(trace).values() for role in roles.values()} == set(observed.PRECEDENCE)
