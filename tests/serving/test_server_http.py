@@ -140,12 +140,13 @@ def test_clients_at_once_get_their_own_answers(server: Served) -> None:
     def answer(prompt: str) -> str:
         return str(server.choice(prompt, max_tokens=12, temperature=0, stop="\n")["text"])
 
-    alone = [answer(prompt) for prompt in prompts()]
-    with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(answer, prompts()))
+    asked = prompts()[:4]
+    alone = [answer(prompt) for prompt in asked]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(answer, asked))
     assert together == alone
     assert len(set(alone)) == len(alone)
-    batch = server.complete(list(prompts()[:3]), max_tokens=12, temperature=0, stop="\n", n=1)["choices"]
+    batch = server.complete(list(asked[:3]), max_tokens=12, temperature=0, stop="\n", n=1)["choices"]
     assert [choice["text"] for choice in batch] == alone[:3]
     assert [choice["index"] for choice in batch] == [0, 1, 2]
 
