@@ -6,6 +6,7 @@ when the process behind it is gone; the request then belongs to nobody and is as
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from validation.core.types import HarnessError
 # "dropped", "timed out", "malformed", …) the server took the request and gave no usable answer, after the client's own retries.
 UNREACHABLE, WORKER = Unreachable.kind, "worker lost"
 NOT_ASKED = (UNREACHABLE, WORKER)
+WARM_LIMIT_S = 10.0
 
 
 class WorkerLost(Exception):
@@ -94,6 +96,10 @@ class Asker(Protocol):
     name: str
 
     async def answer(self, ask: Ask) -> Answer: ...
+
+    async def warm(self) -> None:
+        """Make ready, so that the first requests need not wait for it; never fails."""
+        ...
 
     async def aclose(self) -> None: ...
 
@@ -191,6 +197,11 @@ class EndpointAsker:
     def __init__(self, endpoint: Endpoint, name: str) -> None:
         self.name = name
         self._endpoint = endpoint
+
+    async def warm(self) -> None:
+        """The first request of a client loads certificates, for most of a second on a busy machine, while every slot waits."""
+        with contextlib.suppress(ServingError):
+            await self._endpoint.health_async(timeout_s=WARM_LIMIT_S, retries=0)
 
     async def answer(self, ask: Ask) -> Answer:
         started = time.perf_counter()

@@ -31,7 +31,9 @@ async def open_askers(replicas: Sequence[Opens], concurrency: int, workers: int 
     else:
         carriers = []
     try:
-        yield [asker for carrier in carriers for asker in carrier.askers] or [replica.open(concurrency) for replica in replicas]
+        askers = [asker for carrier in carriers for asker in carrier.askers] or [replica.open(concurrency) for replica in replicas]
+        await asyncio.gather(*(asker.warm() for asker in askers))
+        yield askers
     finally:
         for carrier in carriers:
             carrier.stop()
@@ -60,7 +62,8 @@ class ProcessWorker:
     def pid(self) -> int | None:
         return self._process.pid
 
-    async def ask(self, replica: int, ask: Ask) -> Answer:
+    async def ask(self, replica: int, ask: Ask | None) -> Answer:
+        """None only makes the replica's asker ready."""
         if self._lost:
             raise WorkerLost(self._lost)
         number = next(self._numbers)
@@ -116,6 +119,11 @@ class _ProcessAsker:
     async def answer(self, ask: Ask) -> Answer:
         return await self._worker.ask(self._replica, ask)
 
+    async def warm(self) -> None:
+        """Wait until the process has started: it takes longer than many a reply."""
+        with contextlib.suppress(WorkerLost):
+            await self._worker.ask(self._replica, None)
+
     async def aclose(self) -> None:
         return None
 
@@ -131,9 +139,11 @@ async def _answer_all(connection: Connection, replicas: Sequence[Opens], concurr
     running: set[asyncio.Task[None]] = set()
     ended = asyncio.Event()
 
-    async def one(number: int, replica: int, ask: Ask) -> None:
+    async def one(number: int, replica: int, ask: Ask | None) -> None:
         try:
-            answer: Any = await askers[replica].answer(ask)
+            if ask is None:
+                await askers[replica].warm()
+            answer: Any = Answer() if ask is None else await askers[replica].answer(ask)
         except HarnessError as error:
             answer = error
         try:
@@ -141,7 +151,7 @@ async def _answer_all(connection: Connection, replicas: Sequence[Opens], concurr
         except OSError:
             ended.set()
 
-    def start(message: tuple[int, int, Ask]) -> None:
+    def start(message: tuple[int, int, Ask | None]) -> None:
         task = loop.create_task(one(*message))
         running.add(task)
         task.add_done_callback(running.discard)
@@ -185,9 +195,12 @@ class _Carrier:
         self._replicas, self._concurrency = replicas, concurrency
         self._askers: list[Asker] = []
 
-    async def answer(self, replica: int, ask: Ask) -> Answer:
+    async def answer(self, replica: int, ask: Ask | None) -> Answer:
         if not self._askers:  # here, because connections belong to the actor's own event loop
             self._askers = [one.open(self._concurrency) for one in self._replicas]
+        if ask is None:
+            await self._askers[replica].warm()
+            return Answer()
         return await self._askers[replica].answer(ask)
 
     async def pid(self) -> int:
@@ -208,7 +221,8 @@ class RayWorker:
     def pid(self) -> int:
         return int(self._ray.get(self.actor.pid.remote()))
 
-    async def ask(self, replica: int, ask: Ask) -> Answer:
+    async def ask(self, replica: int, ask: Ask | None) -> Answer:
+        """None only makes the replica's asker ready."""
         try:
             answer: Answer = await self.actor.answer.remote(replica, ask)
         except self._ray.exceptions.RayActorError as error:
@@ -229,6 +243,10 @@ class _RayAsker:
 
     async def answer(self, ask: Ask) -> Answer:
         return await self._worker.ask(self._replica, ask)
+
+    async def warm(self) -> None:
+        with contextlib.suppress(WorkerLost):
+            await self._worker.ask(self._replica, None)
 
     async def aclose(self) -> None:
         return None
