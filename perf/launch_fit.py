@@ -18,6 +18,7 @@ from scipy.optimize import nnls
 from perf.roofline import Traffic
 
 LEAST_SHAPES = 2  # a point each; a fit of one shape says nothing about another
+LEAST_SLOWNESS = 0.5
 BYTES_COUNT_SHARE = 0.05  # of the time that the bytes need at least; below it in every point the launch is latency
 
 
@@ -80,9 +81,12 @@ def fit_launch(points: Sequence[LaunchPoint], bytes_per_s: float) -> LaunchFit:
     if not points:
         raise ValueError("launch fit: got no point, needs at least one")
     measured, ideal = np.array([p.us for p in points]), np.array([1e6 * p.hbm_bytes / bytes_per_s for p in points])
-    counts = float((ideal / measured).max()) >= BYTES_COUNT_SHARE
-    table = np.array([[1.0, p.rows, us if counts else 0.0] for p, us in zip(points, ideal, strict=True)])
+    table = np.array([[1.0, p.rows, us] for p, us in zip(points, ideal, strict=True)])
     (fixed, row, slowness), _ = nnls(table / measured[:, None], np.ones(len(points)))
+    # Few bytes, or bytes that seem to move at twice the memory's rate and more: the fit took latency for them, or latency hides them.
+    if float((ideal / measured).max()) < BYTES_COUNT_SHARE or slowness < LEAST_SLOWNESS:
+        table[:, 2] = 0.0
+        (fixed, row, slowness), _ = nnls(table / measured[:, None], np.ones(len(points)))
     error = float(np.abs(table @ np.array([fixed, row, slowness]) / measured - 1).max())
     return LaunchFit(op=points[0].op, fixed_us=float(fixed), row_us=float(row), slowness=float(slowness), points=len(points), error=error)
 

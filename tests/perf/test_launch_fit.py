@@ -59,6 +59,8 @@ def test_bytes_that_cannot_show_are_latency() -> None:
     fit = fit_launch(few, RATE)
     assert fit.slowness == 0
     assert fit.fixed_us == pytest.approx(5)
+    hidden = [dataclasses.replace(p, us=40 + 0.1 * 1e6 * p.hbm_bytes / RATE) for p in points()]
+    assert fit_launch(hidden, RATE).slowness == 0
     with pytest.raises(ValueError, match="no point"):
         fit_launch([], RATE)
 
