@@ -64,27 +64,32 @@ def _padded(rows: int, q: int) -> int:
 
 
 @lru_cache(maxsize=2048)
-def step_traffic(model: str, tp: int, rows: int, q: int, context_tokens: int, scope: Scope = Scope.STEP) -> tuple[Traffic, ...]:
-    """Every launch of one step (or of one KDA + MoE layer) on one rank. Up to 64 rows padded to the prepared graph that takes them."""
+def step_traffic(
+    model: str, tp: int, rows: int, q: int, context_tokens: int, scope: Scope = Scope.STEP, distinct: float | None = None
+) -> tuple[Traffic, ...]:
+    """Every launch of one step (or of one KDA + MoE layer) on one rank. Up to 64 rows padded to the prepared graph that takes them.
+
+    distinct: experts that a layer reads; None takes the expectation under uniform routing.
+    """
     padded = _padded(rows, q)
     shard = Shard(config=MODELS[model], tp=tp)
     layer = _layer_contracts(model, tp, padded, q, TIMED_LAYER) if scope is Scope.LAYER else ()
     made: list[Traffic] = []
     for contract, n in [(contract, 1) for contract in layer] or _launches(model, tp, padded, q):
-        one = traffic(contract, shard, rows=rows, q=q, context_tokens=context_tokens)
+        one = traffic(contract, shard, rows=rows, q=q, context_tokens=context_tokens, distinct=distinct)
         if rows > padded:
             one = replace(one, link_bytes=one.link_bytes * rows / padded)
         made += [one] * n
     return tuple(made)
 
 
-def cell_floor(cell: Cell, *, hbm_bytes_per_s: float | None = None) -> StepFloor:
-    """The floor of a cell's step (or layer) on its GPU.
+def cell_floor(cell: Cell, *, hbm_bytes_per_s: float | None = None, distinct: float | None = None) -> StepFloor:
+    """The floor of a cell's step (or layer) on its GPU; `distinct` as in `step_traffic`.
 
     Raises:
         Unsupported: an unknown GPU.
     """
-    launches = step_traffic(cell.model, cell.tp, cell.rows, cell.q, cell.context_tokens, cell.scope)
+    launches = step_traffic(cell.model, cell.tp, cell.rows, cell.q, cell.context_tokens, cell.scope, distinct)
     return step_floor(launches, gpu(cell.gpu), hbm_bytes_per_s)
 
 

@@ -215,6 +215,8 @@ def _layer_results(
             scope=Scope.LAYER,
         )
         shown = not reasons
+        # The experts that were really read: looped-back scores repeat, so they are fewer than independent ones would choose.
+        distinct = details.get("experts_read_count" if backend == OURS else "stock_experts_read_count")
         made.append(
             CellResult(
                 cell=cell,
@@ -223,12 +225,12 @@ def _layer_results(
                 step_us=float(details[f"{name}_us"]) if shown else None,
                 step_low_us=float(details[f"{name}_low_us"]) if shown else None,
                 step_high_us=float(details[f"{name}_high_us"]) if shown else None,
-                floor_us=cell_floor(cell).hbm_us,
+                floor_us=cell_floor(cell, distinct=distinct).hbm_us,
                 evidence=record.id,
                 correctness=", ".join(used) if shown and backend == OURS else "",
                 kernel_digest=_digest_of_all(record.fingerprints),
                 reasons=tuple(reasons),
-                conditions=_conditions(run, details, gpu, launches[backend]),
+                conditions={**_conditions(run, details, gpu, launches[backend]), "experts_read": distinct},
             )
         )
     return made
@@ -275,13 +277,14 @@ def _unreadable(record: Evidence, tp: int, rows: int, q: int, why: str) -> CellR
 def _point(result: CellResult) -> LayerPoint:
     if result.step_us is None:
         raise HarnessError(f"{result.cell.id}: got no time, needs a measured layer")
+    floor = cell_floor(result.cell, distinct=result.conditions.get("experts_read"))
     return LayerPoint(
-        hbm_bytes=cell_floor(result.cell).hbm_bytes,
+        hbm_bytes=floor.hbm_bytes,
         launches=int(result.conditions["launches"]),
         step_us=result.step_us,
         rows=result.cell.rows,
         evidence=result.evidence,
-        traffic=cell_floor(result.cell).launches,
+        traffic=floor.launches,
     )
 
 
@@ -290,8 +293,9 @@ def launch_fits(cells: PublishedCells) -> LaunchFits | None:
     if cells.gpu is None:
         return None
     found = []
+    read = {(r.cell.tp, r.cell.rows): r.conditions.get("experts_read") for r in cells.results if r.cell.backend == OURS and r.cell.q == 1}
     for times in (times for times in cells.launches if times.gpu == cells.gpu):
-        launches = step_traffic("kimi-k3", times.tp, times.rows, 1, 0, Scope.LAYER)
+        launches = step_traffic("kimi-k3", times.tp, times.rows, 1, 0, Scope.LAYER, read.get((times.tp, times.rows)))
         found += [
             LaunchPoint(op=t.op, hbm_bytes=t.hbm_bytes, rows=times.rows, us=statistics.median(samples), evidence=times.evidence)
             for t, (_, samples) in zip(launches, times.launches, strict=True)
