@@ -71,6 +71,23 @@ def test_sleeping_kernels_give_the_same_bits() -> None:
     holds("schedule.gpu.delays", tp=2, requests=3, q=1)
 
 
+def test_batches_that_grow_and_shrink_over_used_memory() -> None:
+    """Kernels are shared between row counts and loaded before their producers ran: what lies in new buffers must not matter."""
+    weights = draw_weights(NANO, 5).to(torch.bfloat16)
+    start = gpu.on_device(gpu.filled_caches(NANO, 64, 1, 3), "cuda")
+    tokens = torch.arange(64).remainder(120).add(4).view(64, 1)
+
+    def logits(path: GpuPath, requests: int) -> torch.Tensor:
+        caches = gpu.on_device(start, "cuda")
+        return path.step(caches.batch(tokens[:requests], list(range(requests))), caches).logits_BQV
+
+    path = GpuPath(weights, probes=False)
+    for requests in (9, 33, 64, 63, 5):
+        garbage = [torch.full((1 << size,), -(1 << 30), dtype=torch.int32, device="cuda") for size in range(8, 24)]
+        del garbage
+        assert torch.equal(logits(path, requests), logits(GpuPath(weights, probes=False), requests))
+
+
 def test_ranks_that_cannot_all_be_resident_are_refused() -> None:
     model = gpu.model_of(4, None)
     start = gpu.on_device(gpu.filled_caches(model.config, 64, 1, 0), "cuda")

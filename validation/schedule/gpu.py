@@ -20,7 +20,7 @@ from validation.schedule.gpu_runs import STEPS, digest, filled_caches, launches_
 CLAIM = "C-KERNEL-1"
 REPLAYS = 10_000
 SEEDS = (1, 2)
-SHAPES = ((1, 1), (3, 1), (8, 1), (64, 1), (1, 8), (8, 8))  # (requests, tokens a request)
+SHAPES = ((1, 1), (3, 1), (8, 1), (9, 1), (64, 1), (1, 8), (8, 8))  # (requests, tokens a request); 9 are padded to 16 rows
 RANKS = (1, 2)
 DEVICE = "cuda"
 WAYS: Mapping[str, Mapping[str, Any]] = {"pdl": {}, "no_pdl": {"pdl": False}, "single_launches": {"graphs": False}, "again": {}}
