@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -323,6 +324,10 @@ def main(argv: Sequence[str]) -> int:
     # Kernels of one class share a file name, so every process has a folder of its own for what the compiler leaves behind.
     os.environ["CUTE_DSL_DUMP_DIR"] = tempfile.mkdtemp(prefix="k3-cubin-")
     asked = arguments(argv)
+    if shutil.which("nvidia-smi") is None:
+        need = "needs a machine with a Hopper or Blackwell GPU; `python -m perf matrix` needs none"
+        print(f"perf.kernels: got no nvidia-smi, {need}", file=sys.stderr)
+        return 3
     asked.out.mkdir(parents=True, exist_ok=True)
     bad = 0
     for part in asked.parts:

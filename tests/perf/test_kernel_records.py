@@ -7,12 +7,20 @@ from types import SimpleNamespace
 
 import pytest
 
+from perf.kernels import __main__ as commands
 from perf.kernels import sanitize, timing
 from perf.kernels.__main__ import CHECKED, SHAPES, arguments, check_jobs
 from perf.kernels.conditions import Card
 from perf.kernels.timing import measured, timed
 
 CLEAN = "checked: 62 cases, 0 failed\n========= ERROR SUMMARY: 0 errors\n"
+
+
+def test_without_a_gpu_one_sentence_says_so(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(commands.shutil, "which", lambda name: None)
+    assert commands.main([str(tmp_path / "out"), "matrix"]) == 3
+    assert "needs a machine with a Hopper or Blackwell GPU" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_workers_of_check_cover_every_shape_once() -> None:
