@@ -16,6 +16,7 @@ from reports.sections import Figure
 from validation.core.types import Evidence
 
 _plain = FuncFormatter(lambda value, _: f"{value:,.0f}")
+LABEL_GAP = 0.026  # of the axis, between the names of launches
 OURS, AUTO = "latency_specialized", "auto"
 SIDES = ((AUTO, "stock", STOCK, "o", "-"), (OURS, "candidate", CANDIDATE, "x", "--"))
 
@@ -118,26 +119,23 @@ def _timeline(record: Evidence, data: Mapping[str, Any], profile: Mapping[str, A
     if set(layers) != {AUTO, OURS}:
         return None
     canvas, axis = plt.subplots(figsize=(WIDTH_INCHES, 3.2))
+    alone_us = sum(us for _, us in profile["launches"])
+    reach = max(alone_us * 1.45, layers[AUTO]["us"] * 1.02)
     for y, (backend, name, color, _, _) in zip((2, 1), SIDES, strict=True):
         entry = layers[backend]
         axis.barh(y, entry["us"], height=0.55, color=color, alpha=0.85 if backend == AUTO else 0.6, edgecolor="black", lw=0.5)
-        axis.text(
-            1,
-            y,
-            f"{name}: {entry['launches']} launches in one graph, {entry['us']:.1f} us",
-            va="center",
-            fontsize=8,
-            color="white" if backend == AUTO else "black",
-        )
-    at = 0.0
+        text = f"{name}: {entry['launches']} launches in one graph, {entry['us']:.1f} us"
+        axis.text(0.007 * reach, y, text, va="center", fontsize=8, color="white" if backend == AUTO else "black")
+    at, label_at = 0.0, -reach
     for number, (launch, us) in enumerate(profile["launches"]):
         axis.barh(0, us, left=at, height=0.55, color=CANDIDATE, alpha=0.35 + 0.35 * (number % 2), edgecolor="black", lw=0.5)
-        axis.text(at + us / 2, -0.36, launch, rotation=45, ha="right", va="top", fontsize=7)
+        label_at = max(at + us / 2, label_at + LABEL_GAP * reach)  # short launches in a row: their names move apart
+        axis.plot([at + us / 2, label_at], [-0.28, -0.38], color=LIMIT, lw=0.5)
+        axis.text(label_at, -0.4, launch, rotation=45, ha="right", va="top", fontsize=7)
         at += us
-    axis.text(at + 1, 0, f"{at:.1f} us alone, one after the other", va="center", fontsize=8)
+    axis.text(max(at + 0.007 * reach, label_at), 0, f"{at:.1f} us alone, one after the other", va="center", fontsize=8)
     axis.set_yticks([])
     axis.set_ylim(-2.0, 2.5)
-    reach = max(at * 1.45, layers[AUTO]["us"] * 1.02)
     axis.set_xlim(-0.035 * reach, reach)  # room for the first launch's name
     for edge in ("left", "right", "top"):
         axis.spines[edge].set_visible(False)
