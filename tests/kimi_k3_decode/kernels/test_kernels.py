@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from kimi_k3_decode.ops.contract import ContractError, Role
 cutlass = pytest.importorskip("cutlass")
 
 from kimi_k3_decode import compile as table  # noqa: E402 - needs cutlass
-from kimi_k3_decode.device import tilings  # noqa: E402
+from kimi_k3_decode.device import active, tilings  # noqa: E402
 from kimi_k3_decode.device.launcher import HEALTH, Kind, Launcher  # noqa: E402
 from kimi_k3_decode.device.memory import Global, RoleError  # noqa: E402
 from kimi_k3_decode.device.skinny import SHARED_LIMIT_BYTES, Tiling  # noqa: E402
@@ -77,6 +78,31 @@ def test_tilings_fit_and_cover(rows) -> None:
 def test_tiling_names_every_reason() -> None:
     with pytest.raises(ValueError, match=r"row_tile.*; x_rows.*; k: got 100"):
         Tiling(row_tile=12, x_rows=99, k=100)
+
+
+def test_the_work_list_holds_every_routing() -> None:
+    """However pairs fall on experts, their entries of at most `tokens` pairs fit into the list."""
+    draws = random.Random(7)
+    for _ in range(300):
+        experts, pairs, tokens = draws.randint(1, 40), draws.randint(1, 200), draws.choice((1, 2, 4, 8))
+        counts = [0] * experts
+        for _ in range(pairs):
+            counts[draws.randrange(experts) if draws.random() < 0.5 else 0] += 1
+        assert sum(-(-n // tokens) for n in counts) <= active.entries(experts, pairs, tokens)
+    with pytest.raises(ValueError, match="work list: got 5000 experts"):
+        active.entries(5000, 16, 4)
+
+
+@pytest.mark.parametrize(("config", "tp"), [(K3, 8), (K3, 16), (NANO, 1), (NANO, 2)], ids=["k3-tp8", "k3-tp16", "nano-tp1", "nano-tp2"])
+def test_two_blocks_of_experts_fit_a_multiprocessor(config, tp) -> None:
+    """Two blocks each, but for `experts_down` above 32 rows, which fills a multiprocessor alone."""
+    for rows in BUCKETS:
+        up = kernel_spec(config, CONTRACTS["experts_up"](Shard(config=config, tp=tp), rows=rows))
+        down = kernel_spec(config, CONTRACTS["experts_down"](Shard(config=config, tp=tp), rows=rows))
+        each = (228 << 10) // 2 - 1024
+        assert up.make().shared_bytes <= each
+        assert down.make().shared_bytes <= (each if rows <= 32 else SHARED_LIMIT_BYTES)
+        assert 0 < up.scalars({"processors": 132})["blocks"] <= 264
 
 
 def test_more_rows_than_the_scope_are_refused() -> None:
