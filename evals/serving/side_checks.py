@@ -64,7 +64,8 @@ def measure_path(concurrency: int, targets: Mapping[str, Any]) -> Found:
         raise Refused(
             ("path: got no proof_log, proof_metrics or proof_kernels in [candidate], needs one: nothing shows which path decodes",)
         )
-    grown = {role: _probed(link, role, concurrency) for role in SIDES}
+    # The candidate first: where the sides take turns, it is the one that the suites left up.
+    grown = {role: _probed(link, role, concurrency) for role in reversed(SIDES)}
     logs = {role: told["log"] for role, told in link.state().items()}
     signs = {role: signs_of(link.config.side(role), Path(logs[role]) if logs[role] else None, grown[role], wanted) for role in SIDES}
     _keep_logs({role: Path(log) for role, log in logs.items() if log})
