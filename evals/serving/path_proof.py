@@ -32,6 +32,8 @@ PROBE_TOKENS = 24
 PROBE_ROUNDS = 2
 PROBE_LIMIT_S = 600.0
 MAX_TRACE_BYTES = 1 << 30
+# Servers print the options they were started with: that an option was given does not show that it did anything.
+ECHO = re.compile(r"non-default args|args: Namespace\(|[Cc]ommand line:")
 SHOWN = 5
 
 
@@ -58,7 +60,7 @@ def log_sign(pattern: str, log: Path | None) -> Sign:
     wanted, count = re.compile(pattern), 0
     shown: list[str] = []
     for line in lines_of(log):
-        if wanted.search(line):
+        if wanted.search(line) and not ECHO.search(line):
             count += 1
             if len(shown) < SHOWN:
                 shown.append(line.strip()[:200])

@@ -73,7 +73,7 @@ def test_facts_are_read_from_the_command_and_the_log(tmp_path):
 # ---- which path ----
 def test_a_log_proves_only_what_stands_in_it(tmp_path):
     log = tmp_path / "a.log"
-    log.write_text("start\ndecode_backend=latency_specialized active\n")
+    log.write_text("non-default args: {'decode_backend': 'latency_specialized active'}\ndecode_backend=latency_specialized active\n")
     assert log_sign("latency_specialized active", log).count == 1
     assert log_sign("other", log).count == 0
     assert not log_sign("x", None).looked
