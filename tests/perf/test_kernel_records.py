@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 from types import SimpleNamespace
 
 import pytest
 
 from perf.kernels import __main__ as commands
-from perf.kernels import sanitize, timing
+from perf.kernels import binaries, sanitize, timing
 from perf.kernels.__main__ import CHECKED, SHAPES, arguments, check_jobs
 from perf.kernels.conditions import Card
 from perf.kernels.timing import measured, timed
@@ -92,3 +93,9 @@ def test_conditions_tell_extremes_and_memory_errors() -> None:
     assert told["power_w"] == {"median": 0.007, "low": 0.007, "high": 0.007}
     assert told["ecc_uncorrected_count"] == 7
     assert told["samples_count"] == 2
+
+
+def test_both_tables_list_the_same_kernels() -> None:
+    tables = [json.loads(path.read_text())["kernels"] for path in (binaries.TABLE, binaries.RAN)]
+    compiled, ran = ({row["kernel"] for row in table if row["arch"] == "sm_90a"} for table in tables)
+    assert compiled == ran
