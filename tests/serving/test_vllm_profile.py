@@ -1,4 +1,4 @@
-"""The serving profile as a user runs it, on two vLLM servers that it starts and stops in turn: FP32 as stock, BF16 as the candidate.
+"""The serving profile as a user runs it, on two vLLM servers that it starts and stops: FP32 as stock, BF16 as the candidate.
 
 What must come out is known: a model of 135 M parameters is at the floor of GSM8K, so the suite is not proven; and BF16 is not FP32, so the
 per-token lane must say that the candidate lies outside stock's own noise. `make test-serving`.
@@ -27,7 +27,7 @@ BINS, WINDOW, WINDOWS = (256, 768), 64, 2
 CONFIG = """
 profile = "serving"
 [servers]
-together = false
+together = true
 [baseline]
 {side}
 dtype = "float32"
