@@ -132,11 +132,15 @@ def measure_health(targets: Mapping[str, Any]) -> Found:
     state = targets["stock"].link.state()
     answered = sum(bool(told["facts"]) for told in state.values())
     deaths = {role: len(state[role]["deaths"]) for role in SIDES}
-    measured = [_count("candidate_deaths", deaths["candidate"]), _count("sides_that_answered", answered)]
+    # What never answered has not shown that it stays up: open, not violated.
+    both = answered == len(SIDES)
+    measured = [_count("sides_that_answered" if both else "sides_answering", answered)]
+    if both or deaths["candidate"]:
+        measured.append(_count("candidate_deaths", deaths["candidate"]))
     measured += [_count(f"{role}_starts", state[role]["starts"]) for role in SIDES]
     measured += [_count(f"{role}_failed_starts", len(state[role]["failed_starts"])) for role in SIDES]
     # A stock server that dies says nothing about the candidate: open, not violated.
-    measured.append(_count("stock_deaths" if not deaths["stock"] else "deaths_of_stock", deaths["stock"]))
+    measured.append(_count("stock_deaths" if both and not deaths["stock"] else "deaths_of_stock", deaths["stock"]))
     rows = [[role, kind, words] for role in SIDES for kind in ("deaths", "failed_starts") for words in state[role][kind]]
     table = {"title": "What happened to the servers", "columns": ["side", "what", "how"], "rows": rows}
     return tuple(measured), {"tables": [table] if rows else []}

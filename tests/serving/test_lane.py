@@ -158,6 +158,14 @@ def test_forcing_that_did_not_happen_is_not_proven(tmp_path):
     assert "leave the forced text" in records["numerics.serving.decode"][0].reasons[0]
 
 
+def test_servers_that_nobody_reaches_prove_nothing_and_fail_nothing(tmp_path):
+    side = 'model = "toy"\nbase_url = "http://127.0.0.1:{}"\n'
+    text = 'profile = "serving"\n[baseline]\n' + side.format(9) + "[candidate]\n" + side.format(10)
+    closing, records, told = run(tmp_path, text + '[evals]\nsuites = ["gsm8k"]\nconcurrency = [1]\n', "evals")
+    assert (closing["verdict"], closing["code"]) == ("not_proven", 2), told
+    assert "127.0.0.1:9" in records["evals.serving.identity"][0].reasons[1]
+
+
 @pytest.mark.slow
 def test_nan_in_a_distribution_fails(tmp_path):
     closing, records, _ = run(tmp_path, config_text(("--mode", "nan"), numerics="windows = 1"), "numerics")
