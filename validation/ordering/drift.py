@@ -9,7 +9,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,12 @@ def compare(results: Iterable[AuditResult], rows: Mapping[str, Recorded], was: M
     tools = sorted(name for name in {*was, *now} if was.get(name) != now.get(name))
     versions = ", ".join(f"{name} {was.get(name, 'absent')} -> {now.get(name, 'absent')}" for name in tools) or "same toolchain"
     findings = []
+    recorded = {name.rpartition("|")[2] for name in rows}
+    unrecorded: dict[str, list[AuditResult]] = {}
     for result in results:
+        if result.arch not in recorded:
+            unrecorded.setdefault(result.arch, []).append(result)
+            continue
         old = rows.get(key(result))
         new = rows_of([result])[key(result)]
         if old is None:
@@ -98,6 +103,9 @@ def compare(results: Iterable[AuditResult], rows: Mapping[str, Recorded], was: M
             worse = new.spill_bytes > old.spill_bytes or new.registers != old.registers or set(new.findings) - set(old.findings)
             severity = Severity.WARNING if worse else Severity.NOTE
             findings.append(_finding(result, f"{'; '.join(changes)}; {versions}", severity))
+    for arch, missing in sorted(unrecorded.items()):
+        message = f"the record holds no kernel of {arch}: {len(missing)} are not compared"
+        findings.append(replace(_finding(missing[0], message, Severity.NOTE), kernel="module"))
     return findings
 
 

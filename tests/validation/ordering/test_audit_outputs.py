@@ -233,6 +233,14 @@ def test_record_and_compare(tmp_path: Path) -> None:
     assert drift.compare([result(kernel="new")], rows, was, was)[0].level is Severity.NOTE
 
 
+def test_an_architecture_without_a_record_is_one_note() -> None:
+    rows, was = drift.rows_of([result()]), {"ptxas": "1"}
+    others = [result(kernel=f"k[{n}]", arch="sm_100a") for n in range(5)]
+    (found,) = drift.compare([result(), *others], rows, was, was)
+    assert found.level is Severity.NOTE
+    assert "sm_100a: 5 are not compared" in found.message
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"schema": 99, "kernels": {}, "toolchain": {}}', '{"schema": 1, "kernels": {"a": 3}}'])
 def test_damaged_record_is_an_error(tmp_path: Path, content: str) -> None:
     path = tmp_path / "recorded.json"
