@@ -100,7 +100,8 @@ class EvalsConfig:
     repeats: int = field(default=0, metadata=_needs(least=0))  # of the first look; 0: the task's own
     max_repeats: int = field(default=0, metadata=_needs(least=0))  # budget of the top-up; 0: the first look only
     budget_minutes: float = field(default=0.0, metadata=_needs(least=0))  # no new look is begun after this; 0: no limit
-    sampling: str = field(default="greedy", metadata=_needs(choices=("greedy", "card")))
+    # "task": as each task is decoded (aime25 samples); "greedy": every suite, one repeat; "card": the three values below
+    sampling: str = field(default="task", metadata=_needs(choices=("task", "greedy", "card")))
     temperature: float = field(default=1.0, metadata=_needs(least=0, most=2))  # of the model card; used with sampling = "card"
     top_p: float = field(default=0.95, metadata=_needs(least=0, most=1))
     top_k: int = field(default=0, metadata=_needs(least=0))  # 0: not sent
@@ -377,10 +378,18 @@ def _check_evals(evals: dict[str, Any], complain: Complain) -> None:
     _check_rising(evals.get("concurrency", ()), ("evals", "concurrency"), complain)
     if evals.get("max_repeats") and evals["max_repeats"] < evals.get("repeats", 0):
         complain(("evals", "max_repeats"), f"got {evals['max_repeats']} below repeats {evals['repeats']}, needs at least as many")
-    if evals.get("sampling", "greedy") == "greedy":
+    sampling = evals.get("sampling", "task")
+    if sampling != "card":
         for key in ("temperature", "top_p", "top_k"):
             if key in evals:
-                complain(("evals", key), 'has no effect on greedy decoding; set sampling = "card" or leave it out')
+                complain(("evals", key), f'has no effect with sampling = "{sampling}"; set sampling = "card" or leave it out')
+    if sampling == "greedy":
+        tables: list[tuple[tuple[str, ...], dict[str, Any]]] = [(("evals",), evals)]
+        tables += [(("evals", "per_suite", suite), own) for suite, own in evals.get("per_suite", {}).items()]
+        for path, table in tables:
+            for key in ("repeats", "max_repeats"):
+                if table.get(key, 1) > 1:
+                    complain((*path, key), f"got {table[key]} with greedy decoding, needs 1: repeats would be copies")
     for suite in evals.get("data", {}):
         if suite not in suites:
             complain(("evals", "data", suite), f"got a suite that is not asked for, needs one of {list(suites)}")

@@ -182,7 +182,8 @@ def plan_of(suite: str, case: Case, config: ServingConfig, context_tokens: int, 
     own = evals.per_suite.get(suite, {})
     side = config.baseline
     extra: dict[str, Any] = {"chat_template_kwargs": dict(evals.chat_template_kwargs)} if evals.chat_template_kwargs else {}
-    sampled = Sampling(temperature=evals.temperature, top_p=evals.top_p, top_k=evals.top_k) if evals.sampling == "card" else None
+    card = Sampling(temperature=evals.temperature, top_p=evals.top_p, top_k=evals.top_k)
+    sampled = {"task": None, "greedy": Sampling(), "card": card}[evals.sampling]
     data = PROJECT_ROOT / evals.data[suite] if suite in evals.data else None
     return ServedPlan(
         chat=evals.api == "chat",
