@@ -130,7 +130,9 @@ def test_gsm8k_at_the_floor_is_not_proven(run: Run) -> None:
     assert "difference_lower_bound" not in values  # left open: eight rows exclude no drop
     verdict = json.loads(next(iter(Path(run.closing["report"]).parent.glob("verdict.json"))).read_text())
     status = {claim["claim"]: claim["status"] for claim in verdict["claims"]}
-    assert status["C-SERVE-1"] == "not_proven"
+    # The suite stays open; on eight rows the lengths of the replies may leave their band as well, which is a violation of its own.
+    assert status["C-SERVE-1"] in ("not_proven", "fail")
+    assert "stock_in_range" not in values  # the floor
 
 
 def test_every_forced_token_is_compared_and_bf16_is_not_taken_for_fp32(run: Run) -> None:
