@@ -62,6 +62,21 @@ class Reply:
         return self.finish_reason == "length"
 
 
+def open_alone(path: Path, what: str) -> int:
+    """A descriptor that appends to `path` under an advisory lock, for one writer over all processes. Raises HarnessError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        raise HarnessError(f"{what}: got {error}, needs a writable {path}; free space or choose another folder") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise HarnessError(f"{what}: got {path} in use, needs one run at a time; wait for the other run to end") from error
+    return fd
+
+
 class RecordFile:
     """Replies and scores of a run. One writer at a time (an advisory lock); use as a context manager or call `close`.
 
@@ -73,16 +88,7 @@ class RecordFile:
         self._replies: dict[ReplyKey, Reply] = {}
         self._scores: dict[ReplyKey, dict[str, float | None]] = {}
         self.repaired_bytes = 0
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        except OSError as error:
-            raise HarnessError(f"eval records: got {error}, needs a writable {path}; free space or choose another folder") from error
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._fd)
-            raise HarnessError(f"eval records: got {path} in use, needs one run at a time; wait for the other run to end") from error
+        self._fd = open_alone(path, "eval records")
         try:
             self._load()
         except BaseException:

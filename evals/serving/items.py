@@ -7,7 +7,6 @@ answers of thirty thousand tokens each cost megabytes, not gigabytes.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from evals.records import Reply, ReplyKey, decode_line, digest, encode_line, reply_from_json, reply_to_json
+from evals.records import Reply, ReplyKey, decode_line, digest, encode_line, open_alone, reply_from_json, reply_to_json
 from validation.core.types import HarnessError
 
 SCORES = "score"
@@ -42,16 +41,7 @@ class ItemStore:
         self._scores: dict[str, dict[str, float | None]] = {}
         self._lock = threading.Lock()
         self.repaired_bytes = 0
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        except OSError as error:
-            raise HarnessError(f"eval items: got {error}, needs a writable {path}; free space or choose another folder") from error
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._fd)
-            raise HarnessError(f"eval items: got {path} in use, needs one run at a time; wait for the other run to end") from error
+        self._fd = open_alone(path, "eval items")
         try:
             self._size = self._load()
         except BaseException:
@@ -103,9 +93,7 @@ class ItemStore:
         for place in sorted(self._places.values()):
             obj = decode_line(os.pread(self._fd, place.size, place.offset))
             if obj is None:
-                raise HarnessError(
-                    f"eval items: got an altered line at byte {place.offset} of {self.path}, needs it as written; restore it"
-                )
+                raise self._altered(place.offset)
             yield reply_from_json(obj)
 
     def _altered(self, offset: int) -> HarnessError:

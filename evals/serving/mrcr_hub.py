@@ -62,6 +62,11 @@ class MrcrChoice:
     def lowest(self) -> int:
         return LOWEST if not self.bins or self.bins[0] > LOWEST else 0
 
+    def is_whole(self, context_tokens: int) -> bool:
+        """Whether every published row that a context of this size (0: unknown) holds is chosen."""
+        longest = min(context_tokens or PUBLISHED_BINS[-1], PUBLISHED_BINS[-1])
+        return set(NEEDLES) <= set(self.needles) and not self.per_bin and (not self.bins or self.bins[-1] >= longest)
+
     def bin_of(self, tokens: int) -> str | None:
         """The name of the bin with this many tokens, or None outside all of them."""
         low = self.lowest

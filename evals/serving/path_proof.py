@@ -153,5 +153,14 @@ def signs_of(side: Side, log: Path | None, grown: Growth | str, patterns: Side) 
     return found
 
 
+def shown_by_stock(candidate: Sequence[Sign], stock: Sequence[Sign]) -> float | None:
+    """Signs that stock shows as well. None where no way that showed the candidate's path was looked at on stock: that another way shows
+    nothing there does not tell the two apart.
+    """
+    if not {sign.way for sign in candidate if sign.count} & {sign.way for sign in stock if sign.looked}:
+        return None
+    return sum(sign.count for sign in stock)
+
+
 def proof_table(rows: Sequence[list[str]]) -> dict[str, Any]:
     return {"title": "Which path decoded", "columns": ["side", "way", "found", "examples", "where"], "rows": list(rows)}

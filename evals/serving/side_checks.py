@@ -12,7 +12,7 @@ from evals.serving.config import IDENTITY_FIELDS, SIDES
 from evals.serving.counters import Growth, acceptance_of, acceptance_tables
 from evals.serving.identity import compare, refusals
 from evals.serving.launch import StartFailed
-from evals.serving.path_proof import probe, proof_table, signs_of
+from evals.serving.path_proof import probe, proof_table, shown_by_stock, signs_of
 from evals.serving.targets import Link, Live
 from validation.core.types import Measurement
 from validation.core.worker import Refused
@@ -76,8 +76,9 @@ def measure_path(concurrency: int, targets: Mapping[str, Any]) -> Found:
     details: dict[str, Any] = {"tables": [proof_table(rows)], "acceptance": _acceptance(grown)}
     details["tables"] += acceptance_tables(details["acceptance"])
     measured = [_count("signs_of_the_path", found), _count("ways_that_found_it", sum(s.count > 0 for s in signs["candidate"]))]
-    if any(sign.looked for sign in signs["stock"]):
-        measured.append(_count("signs_on_stock", sum(sign.count for sign in signs["stock"])))
+    shared = shown_by_stock(signs["candidate"], signs["stock"])
+    if shared is not None:
+        measured.append(_count("signs_on_stock", shared))
     measured += [
         Measurement(name=f"acceptance_length_{role}", value=told["length"], unit="tokens") for role, told in details["acceptance"].items()
     ]

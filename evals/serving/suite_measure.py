@@ -25,6 +25,7 @@ from evals.serving.config import EvalsConfig, ServingConfig, Side
 from evals.serving.counters import Growth, acceptance_of, acceptance_tables, growth, read_counters
 from evals.serving.errors import ServingError
 from evals.serving.launch import StartFailed
+from evals.serving.mrcr_hub import SUITE as MRCR
 from evals.serving.mrcr_hub import MrcrChoice
 from evals.serving.progress import Lines
 from evals.serving.sources import SuiteData
@@ -114,7 +115,7 @@ class SuiteSession:
         folder = self._folder / f"{suite}-c{concurrency}"
         self.kept = folder
         sides = {role: self._side(role, concurrency) for role in ("stock", "candidate")}
-        plan = plan_of(suite, case, self.config, self._context(), self.targets["stock"].settings.seed)
+        plan = plan_of(suite, case, self.config, self.context_tokens(), self.targets["stock"].settings.seed)
         policy = gate_policy(suite, self.config)
         with SuiteRun(suite, sides["stock"], sides["candidate"], policy, plan, folder, Lines(self.link.say)) as run:
             yield run
@@ -146,7 +147,7 @@ class SuiteSession:
             for end in ends:
                 end.close()
 
-    def _context(self) -> int:
+    def context_tokens(self) -> int:
         """Tokens that both sides hold; 0 where nobody tells."""
         told = [int(facts["max_model_len"]) for facts in self.facts.values() if facts.get("max_model_len", "").isdigit()]
         return min(told) if len(told) == len(self.facts) else 0
@@ -207,7 +208,9 @@ def plan_of(suite: str, case: Case, config: ServingConfig, context_tokens: int, 
 # ---- what is recorded ----
 def _measurements(suite: str, case: Case, result: ServedResult, session: SuiteSession) -> tuple[Measurement, ...]:
     found = list(measurements_of(result.gate, result.pairs))
-    share = full_share(suite, int(case.params.get("rows", 0)), len(result.pairs.items))
+    evals, rows = session.config.evals, int(case.params.get("rows", 0))
+    whole = suite != MRCR or MrcrChoice(needles=evals.mrcr_needles, bins=evals.mrcr_bins).is_whole(session.context_tokens())
+    share = full_share(suite, not rows and whole, len(result.pairs.items))
     # A part of a suite decides nothing about the whole of it: left out, the claim stays open.
     found.append(Measurement(name="full_size" if share >= 1 else "part_of_the_suite", value=share, unit="share"))
     for side, passes in result.throughput.items():
@@ -222,11 +225,11 @@ def _measurements(suite: str, case: Case, result: ServedResult, session: SuiteSe
     return tuple(found)
 
 
-def full_share(suite: str, rows: int, items: int) -> float:
-    """Items asked over the items of the whole suite; NaN where only a part was asked and the whole is not known."""
+def full_share(suite: str, whole: bool, items: int) -> float:
+    """Items asked over the items of the whole suite; NaN where only a part was asked and the size of the whole is not known."""
     if suite in FULL_ROWS:
         return items / FULL_ROWS[suite]
-    return 1.0 if not rows and items else math.nan
+    return 1.0 if whole and items else math.nan
 
 
 def _details(result: ServedResult, session: SuiteSession) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class ProcessWorker:
         self._process.start()
         theirs.close()
         self.name = name
-        self.askers: list[Asker] = [_ProcessAsker(self, i, f"{replica.name} ({name})") for i, replica in enumerate(replicas)]
+        self.askers: list[Asker] = [_WorkerAsker(self, i, f"{replica.name} ({name})") for i, replica in enumerate(replicas)]
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._numbers = iter(range(1 << 62))
         self._loop = asyncio.get_running_loop()
@@ -111,8 +111,10 @@ class ProcessWorker:
         self._connection.close()
 
 
-class _ProcessAsker:
-    def __init__(self, worker: ProcessWorker, replica: int, name: str) -> None:
+class _WorkerAsker:
+    """One replica as a worker, a process or an actor, reaches it."""
+
+    def __init__(self, worker: ProcessWorker | RayWorker, replica: int, name: str) -> None:
         self.name = name
         self._worker, self._replica = worker, replica
 
@@ -120,7 +122,7 @@ class _ProcessAsker:
         return await self._worker.ask(self._replica, ask)
 
     async def warm(self) -> None:
-        """Wait until the process has started: it takes longer than many a reply."""
+        """Wait until the worker has started: it takes longer than many a reply."""
         with contextlib.suppress(WorkerLost):
             await self._worker.ask(self._replica, None)
 
@@ -215,7 +217,7 @@ class RayWorker:
         actor = ray.remote(_Carrier).options(max_concurrency=concurrency + 8, num_cpus=0, scheduling_strategy="SPREAD", max_restarts=0)
         self.actor = actor.remote(tuple(replicas), concurrency)
         self.name = name
-        self.askers: list[Asker] = [_RayAsker(self, i, f"{replica.name} ({name})") for i, replica in enumerate(replicas)]
+        self.askers: list[Asker] = [_WorkerAsker(self, i, f"{replica.name} ({name})") for i, replica in enumerate(replicas)]
 
     @property
     def pid(self) -> int:
@@ -234,19 +236,3 @@ class RayWorker:
 
     def stop(self) -> None:
         self._ray.kill(self.actor)
-
-
-class _RayAsker:
-    def __init__(self, worker: RayWorker, replica: int, name: str) -> None:
-        self.name = name
-        self._worker, self._replica = worker, replica
-
-    async def answer(self, ask: Ask) -> Answer:
-        return await self._worker.ask(self._replica, ask)
-
-    async def warm(self) -> None:
-        with contextlib.suppress(WorkerLost):
-            await self._worker.ask(self._replica, None)
-
-    async def aclose(self) -> None:
-        return None

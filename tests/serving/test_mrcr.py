@@ -1,6 +1,7 @@
 """MRCR at full size: rows streamed from parquet and JSON lines, chosen by needles and tokens, scored by the published rule, clustered."""
 
 import json
+import math
 import random
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from evals.serving import mrcr_hub
 from evals.serving.mrcr_hub import MrcrChoice, prepare
 from evals.serving.progress import Silent
 from evals.serving.sources import SuiteData
+from evals.serving.suite_measure import full_share
 from evals.serving.suites import run_suite
 from validation.core.types import HarnessError
 
@@ -68,6 +70,24 @@ def test_published_bins_end_where_the_context_does():
     assert MrcrChoice(context_tokens=8192, max_new_tokens=8192).ends == ()
     with pytest.raises(HarnessError, match="rising bins"):
         MrcrChoice(bins=(800, 200))
+
+
+@pytest.mark.parametrize(
+    ("choice", "context_tokens", "whole"),
+    [
+        (MrcrChoice(), 0, True),
+        (MrcrChoice(), 131072, True),
+        (MrcrChoice(bins=(8192, 131072)), 131072, True),
+        (MrcrChoice(bins=(8192, 131072)), 262144, False),
+        (MrcrChoice(bins=(8192,)), 0, False),
+        (MrcrChoice(needles=(2,)), 131072, False),
+        (MrcrChoice(per_bin=3), 131072, False),
+    ],
+)
+def test_a_choice_among_the_rows_is_not_the_whole_suite(choice, context_tokens, whole):
+    assert choice.is_whole(context_tokens) is whole
+    assert (full_share("mrcr", choice.is_whole(context_tokens), 5) == 1.0) is whole
+    assert math.isnan(full_share("mrcr", True, 0))
 
 
 def test_rows_that_leave_no_room_for_the_answer_are_not_asked(tmp_path, rows):

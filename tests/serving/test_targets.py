@@ -23,7 +23,7 @@ from evals.serving.forced import NotForced, Position, force_window
 from evals.serving.identity import compare, log_facts, option_of, refusals
 from evals.serving.noise import measure_contexts, measure_overall
 from evals.serving.passes import NOISE, PASSES, STOCK, Passes, long_text
-from evals.serving.path_proof import log_sign, metrics_sign, trace_sign
+from evals.serving.path_proof import Sign, log_sign, metrics_sign, shown_by_stock, trace_sign
 from evals.serving.targets import open_targets
 from evals.serving.template import templates
 from validation.core import jsonio
@@ -107,6 +107,17 @@ def test_a_file_that_is_no_trace_proves_nothing(tmp_path, data):
     sign = trace_sign("x", path)
     assert (sign.count, sign.looked) == (0, False)
     assert sign.reason
+
+
+def test_stock_is_cleared_only_by_a_way_that_showed_the_path():
+    def sign(way: str, count: float, looked: bool = True) -> Sign:
+        return Sign(way=way, count=count, shown=(), where="", looked=looked)
+
+    proven = [sign("log", 2), sign("metrics", 0)]
+    assert shown_by_stock(proven, [sign("log", 0), sign("metrics", 0)]) == 0
+    assert shown_by_stock(proven, [sign("log", 3), sign("metrics", 0)]) == 3
+    assert shown_by_stock(proven, [sign("log", 0, looked=False), sign("metrics", 0)]) is None
+    assert shown_by_stock([sign("trace", 9), sign("metrics", 0)], [sign("metrics", 0)]) is None
 
 
 def test_acceptance_is_read_from_the_servers_counters():
