@@ -46,15 +46,18 @@ class RuleChange:
         return f"{self.key}: {self.before} -> {self.after}"
 
 
-def rule_changes(change: Change, policy_path: str) -> tuple[RuleChange, ...]:
-    """Every rule that differs between base and head. `policy_path` is relative to the repository.
+def rule_changes(change: Change, policy_path: str | None) -> tuple[RuleChange, ...]:
+    """Every rule that differs between base and head. `policy_path` is relative to the repository; None: it lies outside, where no change
+    of the repository reaches it.
 
     Raises:
         HarnessError: a policy of either side is no TOML, or a changed source of the suite does not parse.
     """
-    before, after = (change.text_at(side, policy_path) for side in ("base", "head"))
     found: list[RuleChange] = []
-    if before is None:
+    before, after = (change.text_at(side, policy_path) if policy_path else None for side in ("base", "head"))
+    if policy_path is None:
+        pass
+    elif before is None:
         found.append(RuleChange(key=policy_path, before="not there", after="new: nothing to compare with", loosens=True))
     elif after is None:
         found.append(RuleChange(key=policy_path, before="there", after="removed", loosens=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -164,6 +165,16 @@ def test_a_policy_the_base_does_not_have_is_nothing_to_compare_with(repository):
     (repository / "rfc/other.toml").write_text(POLICY)
     found = rule_changes(read_change(repository, "main"), "rfc/other.toml")
     assert [(one.key, one.loosens) for one in found] == [("rfc/other.toml", True)]
+
+
+def test_a_policy_outside_the_repository_does_not_hide_the_other_rules(repository, tmp_path_factory):
+    outside = tmp_path_factory.mktemp("elsewhere") / "policy.toml"
+    outside.write_text((repository / POLICY_FILE).read_text())
+    gate = dataclasses.replace(gate_of(repository), policy_file=outside)
+    replace(repository, POLICY_FILE, "error_ratio = 1.5", "error_ratio = 15")  # judges nothing here
+    assert conditions.rules(gate).status is Status.PASS
+    replace(repository, "validation/numerics/checks.py", "RATIO = 1.5", "RATIO = 150.0")
+    assert conditions.rules(gate).status is Status.FAIL
 
 
 def test_only_the_named_change_is_accepted(repository):
