@@ -243,11 +243,6 @@ def project(cell: Cell, assumptions: Assumptions) -> Projection:
     return replace(rest, memory_us=rest.memory_us + memory_us, latency_us=rest.latency_us + latency_us)
 
 
-def project_us(cell: Cell, assumptions: Assumptions) -> float:
-    """Projected step time in microseconds."""
-    return project(cell, assumptions).us
-
-
 def project_draft_us(cell: Cell, assumptions: Assumptions) -> float:
     """Projected time of one draft pass: the drafter's weights and the LM head shared evenly over ranks, all launches alike."""
     config = MODELS[cell.model]

@@ -50,7 +50,7 @@ def record_of(tool: str, returned: int, text: str, seconds: float) -> dict[str, 
         return {**record, "error": f"no summary; exit code {returned}; " + " | ".join(tail)[:500], "holds": False}
     made, failed = map(int, cases[-1])
     named = sorted({m for m in re.findall(r"in (kernel_cutlass\S{0,60}|void \S{0,60})", text)})
-    holds = errors == 0 and failed == 0 and made > 0
+    holds = returned == 0 and errors == 0 and failed == 0 and made > 0
     return {**record, "errors_count": errors, "cases_count": made, "failed_count": failed, "kernels_named": named[:10], "holds": holds,
             "first_lines": [] if holds else [x for x in text.splitlines() if x.startswith("========= ")][:40]}  # fmt: skip
 

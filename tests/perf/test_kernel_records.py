@@ -45,6 +45,7 @@ def test_workers_of_check_cover_every_shape_once() -> None:
 def test_a_sanitizer_is_clean_only_with_a_summary_and_cases(text, holds, errors) -> None:
     record = sanitize.record_of("memcheck", 0, text, 1.0)
     assert (record["holds"], record["errors_count"]) == (holds, errors)
+    assert not sanitize.record_of("memcheck", 1, text, 1.0)["holds"]  # it did not end well, whatever it printed before
 
 
 @pytest.mark.parametrize("text", ["", "checked: 62 cases, 0 failed\n", "========= ERROR SUMMARY: 0 errors\n", "Device not supported\n"])
