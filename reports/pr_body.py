@@ -70,7 +70,7 @@ def change_facts(repository: Path, base: str, policy_file: Path) -> ChangeFacts:
         len(file.added) for file in change.files if file.path.endswith((".py", ".cu", ".cpp")) and not file.path.startswith("tests/")
     )
     root, file = repository.resolve(), policy_file.resolve()
-    changes = rule_changes(change, file.relative_to(root).as_posix()) if file.is_relative_to(root) else ()
+    changes = rule_changes(change, file.relative_to(root).as_posix() if file.is_relative_to(root) else None)
     looser = tuple(str(one) for one in changes if one.loosens)
     return ChangeFacts(base=base, files=len(change.files), findings=findings, product_lines=lines, looser_rules=looser)
 
