@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from validation.core.settings import PROJECT_ROOT
+from validation import __main__ as command_line
+from validation.core.settings import PROJECT_ROOT, load_settings
 from validation.core.store import read_evidence
+from validation.core.types import HarnessError
 from validation.core.verify import verify
 
 FAKES = Path(__file__).resolve().parent / "validation" / "core"
@@ -116,6 +118,34 @@ def test_a_bad_setting_is_exit_3_before_a_run_exists(cli, extra):
     assert "settings" in answer["error"]
     assert "Traceback" not in err
     assert cli.folders() == []
+
+
+@pytest.mark.parametrize(("kind", "words"), [("pipe", "device or a pipe"), ("device", "device or a pipe"), ("huge", "at most")])
+def test_a_settings_file_that_is_none_is_named_without_reading_it(tmp_path, kind, words):
+    path = tmp_path / "validate.toml"
+    if kind == "pipe":
+        os.mkfifo(path)  # would wait for ever
+    elif kind == "device":
+        path = Path("/dev/zero")  # would never end
+    else:
+        path.touch()
+        os.truncate(path, 1 << 34)
+    with pytest.raises(HarnessError, match=words):
+        load_settings(path, {})
+
+
+def test_a_fault_of_the_program_is_exit_3_in_one_line(monkeypatch, capsys):
+    def broken(**_):
+        raise ZeroDivisionError("a\nb")
+
+    monkeypatch.setattr(command_line, "app", broken)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # main() would change what SIGTERM does to the tests
+    with pytest.raises(SystemExit) as left:
+        command_line.main()
+    out, err = capsys.readouterr()
+    assert left.value.code == 3
+    assert len(err.splitlines()) == 1
+    assert "ZeroDivisionError: a b at tests/test_cli_run.py:" in json.loads(out)["error"]
 
 
 @pytest.mark.parametrize(

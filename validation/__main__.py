@@ -11,6 +11,7 @@ import importlib.util
 import json
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -246,6 +247,21 @@ def _harness_error(message: str, verdict: str = "error") -> int:
     return EXIT_HARNESS_ERROR
 
 
+def _fault(error: Exception) -> str:
+    """One line about a mistake of this program: what was raised and where, innermost first."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f"{Path(f.filename).relative_to(PROJECT_ROOT)}:{f.lineno}" for f in frames if _is_own(f.filename)]
+    words = " ".join(str(error).split())[:400]
+    return (
+        f"got {type(error).__name__}: {words} at {', '.join(own[:-4:-1])}, needs a correction of this program; report it with the command"
+    )
+
+
+def _is_own(filename: str) -> bool:
+    path = Path(filename)
+    return path.is_relative_to(PROJECT_ROOT) and ".venv" not in path.parts
+
+
 def main() -> None:
     """Entry point; turns every way to fail into one line and exit code 3."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a CI job that is cancelled stops like Ctrl-C: resumable
@@ -261,6 +277,8 @@ def main() -> None:
         code = _harness_error(error.format_message())
     except OSError as error:
         code = _harness_error(f"got {error}, needs a working file system")
+    except Exception as error:  # exit code 1 would say that the candidate failed
+        code = _harness_error(_fault(error))
     sys.exit(code)
 
 

@@ -332,8 +332,7 @@ def _check_side(side: dict[str, Any], table: str, complain: Complain) -> None:
     if "base_url" not in side and "command" not in side:
         complain((table,), "got neither base_url nor command, needs one: a server that runs, or one to start")
     for url in side.get("base_url", ()):
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        if not _is_address(url):
             complain((table, "base_url"), f"got {url!r}, needs http(s)://host[:port]")
     if len(set(side.get("base_url", ()))) != len(side.get("base_url", ())):
         complain((table, "base_url"), "got one address twice, needs each replica once")
@@ -351,6 +350,15 @@ def _check_side(side: dict[str, Any], table: str, complain: Complain) -> None:
             complain((table, key), f"got {side[key]!r}, needs a regular expression ({error})")
     if bool(side.get("proof_trace")) != bool(side.get("proof_kernels")):
         complain((table, "proof_trace" if side.get("proof_trace") else "proof_kernels"), "needs proof_trace and proof_kernels together")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        port = parts.port  # ValueError above 65535, as for an unclosed [
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0 and not (parts.query or parts.fragment)
 
 
 def _check_command(side: dict[str, Any], table: str, complain: Complain) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Annotated
@@ -32,17 +33,19 @@ def init(
     if template not in known:
         raise HarnessError(f"template: got {template!r}, needs one of {sorted(known)}")
     text = known[template].read_text()
+    if output.is_dir():
+        raise HarnessError(f"init: got {output}, which is a folder, needs a file to write; give --output {output / 'validate.toml'}")
+    draft = output.with_name(f"{output.name}.{os.getpid()}.draft")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        if force:
-            draft = output.with_name(f"{output.name}.{os.getpid()}.draft")
-            draft.write_text(text)
-            draft.replace(output)
-        else:
-            with output.open("x") as file:
-                file.write(text)
-    except FileExistsError:
-        raise HarnessError(f"init: got {output}, which is there already, needs another --output, or --force to replace it") from None
+        draft.write_text(text)
+        if not force:
+            output.touch(exist_ok=False)  # takes the name, or says that somebody has it
+        draft.replace(output)
     except OSError as error:
-        raise HarnessError(f"init: got {error}, needs a writable place") from error
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        if isinstance(error, FileExistsError) and output.parent.is_dir():
+            raise HarnessError(f"init: got {output}, which is there already, needs another --output, or --force to replace it") from None
+        raise HarnessError(f"init: got {error}, needs a writable place; give another --output") from error
     print(jsonio.dumps({"verdict": "written", "template": template, "path": str(output)}), flush=True)

@@ -8,6 +8,7 @@ import tomllib
 import pytest
 
 from evals.serving.config import NANO_SUITES, ServingConfig, read_config
+from evals.serving.template import init
 from validation.core import jsonio
 from validation.core.toml_lines import KeyLines
 from validation.core.types import HarnessError
@@ -83,6 +84,8 @@ def test_a_good_file_is_read_and_survives_json(tmp_path):
         ('base_url = ["http://a:8000", "http://b:8000"]', "", 10, "neither base_url nor command"),
         ('base_url = ["http://a:8000", "http://b:8000"]', 'base_url = "ftp://a"', 12, "http"),
         ('base_url = ["http://a:8000", "http://b:8000"]', 'base_url = ["http://a:1", "http://a:1"]', 12, "twice"),
+        ('base_url = ["http://a:8000", "http://b:8000"]', 'base_url = "http://[::1"', 12, "http"),
+        ('base_url = ["http://a:8000", "http://b:8000"]', 'base_url = "http://a:99999"', 12, "http"),
         ('"--port", "{port}"]', '"--port"]', 6, "{port}"),
         ('command = ["vllm", "serve", "weights/k3",\n           "--port", "{port}"]', 'command = "vllm serve x"', 6, "list of words"),
         ('proof_metrics = "decode_steps_total.*specialized"', 'proof_log = "(("', 13, "regular expression"),
@@ -131,6 +134,19 @@ def test_a_missing_file_and_bytes_that_are_no_text_are_errors(tmp_path):
     (tmp_path / "x.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(HarnessError, match="readable"):
         read_config(tmp_path / "x.toml")
+
+
+def test_a_written_file_is_whole_and_replaces_nothing(tmp_path):
+    with pytest.raises(HarnessError, match="is a folder"):
+        init(template="nano", output=tmp_path, force=True)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(HarnessError, match="--force"):
+        init(template="nano", output=tmp_path / "file", force=False)
+    with pytest.raises(HarnessError, match=r"Not a directory|File exists"):
+        init(template="nano", output=tmp_path / "file" / "validate.toml", force=False)
+    assert (tmp_path / "file").read_text() == "mine"
+    init(template="nano", output=tmp_path / "new" / "validate.toml", force=False)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "new", "validate.toml"]
 
 
 def test_every_line_of_a_document_is_found():

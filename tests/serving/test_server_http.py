@@ -189,7 +189,7 @@ def test_bad_requests_get_one_sentence(server: Served, route: str, body: dict[st
 
 
 def test_bodies_that_are_no_object_are_refused(server: Served) -> None:
-    for content in (b"{", b"[1]", b"\xff", b"[" * 100_000):
+    for content in (b"{", b"[1]", b"\xff", b"[" * 100_000, b'{"prompt": "\\uD800"}', b'{"model": "\\udfff", "prompt": "a"}'):
         reply = server.http.post("/v1/completions", content=content)
         assert reply.status_code == 400, content[:10]
         assert "body" in reply.json()["error"]["message"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evals.serving.server.errors import RequestError
+from evals.serving.server.model import ServedModel, ServeOptions
 from evals.serving.server.protocol import Fields
 from evals.serving.server.sampling import Chooser, Sampling
 from evals.serving.server.text import TextStream
+from validation.core.types import HarnessError
 
 EOS = 2
 
@@ -100,3 +104,22 @@ def test_every_problem_of_a_body_is_named_at_once() -> None:
     assert all(name in words for name in ("n: got 0", "stream: got 'yes'", "min_p: got 0.1", "typo: got an unknown field"))
     assert not any(name in words for name in ("user", "presence_penalty", "tools"))
     assert caught.value.body()["error"]["param"] == "n"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"drafts": -1, "speculation": "dspark"}, "drafts: got -1, needs 1..7"),
+        ({"drafts": 2}, "--spec dspark"),
+        ({"max_model_len": 0}, "max-model-len"),
+        ({"max_num_seqs": 0}, "max-num-seqs"),
+        ({"max_num_seqs": 100_000}, "max-num-seqs"),
+        ({"max_logprobs": -5}, "max-logprobs"),
+        ({"served_model_name": " "}, "served-model-name"),
+    ],
+)
+def test_options_that_cannot_be_served_are_refused_before_anything_is_loaded(
+    tmp_path: Path, options: dict[str, object], words: str
+) -> None:
+    with pytest.raises(HarnessError, match=re.escape(words)):
+        ServedModel(ServeOptions(checkpoint=tmp_path, **options))  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ PROJECT_ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
 SERVING_TABLES = ("servers", "baseline", "candidate", "evals", "numerics", "perf", "gate")
 SERVING_CONFIG = "evals.serving.config"  # has `resolved(path, candidate)`; found by name, as lanes are
+MAX_FILE_BYTES = 1 << 20  # of a settings file: a device or a model weight named by mistake must not fill the memory
 NO_POLICY = "none"  # as `policy`: only the limits that the checks carry
 # (setting, least, most): NaN and infinity are neither.
 LIMITS = (("jobs", 1, 64), ("memory_gib", 0.5, 1 << 20), ("case_time_limit_s", 1, 7 * 86400), ("seed", 0, (1 << 31) - 1))
@@ -83,7 +84,12 @@ def _split(table: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _read_table(path: Path) -> tuple[dict[str, Any], KeyLines]:
     try:
-        text = path.read_text()
+        if path.exists() and not path.is_dir() and not path.is_file():
+            raise HarnessError(f"settings: got {path}, which is a device or a pipe, needs a TOML file; `fasttrack init` writes one")
+        if path.stat().st_size > MAX_FILE_BYTES:
+            got = f"{path} with {path.stat().st_size} bytes"
+            raise HarnessError(f"settings: got {got}, needs a TOML file of at most {MAX_FILE_BYTES}; `fasttrack init` writes one")
+        text = path.read_text(encoding="utf-8")
         return tomllib.loads(text), KeyLines(text)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise HarnessError(f"settings: got {error}, needs a readable TOML file at {path}") from error

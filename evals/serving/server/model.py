@@ -35,6 +35,8 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{ '\\nBot:' }}{%- endif -%}{%- endif -%}"
 )
 MAX_ROWS = 64
+MAX_REQUESTS = 1024  # each takes a slot of state: a typing error must not fill the memory
+MAX_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +59,31 @@ class ServeOptions:
             return None
         return SPECIALIZED if self.decode_backend == SPECIALIZED_BACKEND else self.decode_backend
 
+    def unsupported(self) -> tuple[str, ...]:
+        """Every reason these options cannot be served, whatever the checkpoint; empty when they can."""
+        numbers: tuple[tuple[str, int | None, int, int], ...] = (
+            ("drafts", self.drafts, 1, MAX_Q - 1),
+            ("max-model-len", self.max_model_len, 1, MAX_TOKENS),
+            ("max-num-seqs", self.max_num_seqs, 1, MAX_REQUESTS),
+            ("max-logprobs", self.max_logprobs, 0, MAX_TOKENS),
+        )
+        wrong = ((name, got, least, most) for name, got, least, most in numbers if got is not None and not least <= got <= most)
+        reasons = [f"{name}: got {got}, needs {least}..{most}" for name, got, least, most in wrong]
+        if self.drafts is not None and self.speculation == "none":
+            reasons.append(f"drafts: got {self.drafts} without speculation, needs --spec dspark; leave --drafts off otherwise")
+        if self.served_model_name is not None and not self.served_model_name.strip():
+            reasons.append(f"served-model-name: got {self.served_model_name!r}, needs a name; leave it off for the checkpoint's")
+        return tuple(reasons)
+
 
 class ServedModel:
     """Loads everything; raises HarnessError with the reason when it cannot be served."""
 
     def __init__(self, options: ServeOptions) -> None:
         self.options = options
+        reasons = options.unsupported()
+        if reasons:
+            raise HarnessError("serve: " + "; ".join(reasons))
         weights = read_checkpoint(options.checkpoint)
         self.config = weights.config
         self.name = options.served_model_name or weights.config.name

@@ -14,7 +14,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -252,7 +252,14 @@ async def _object(request: Request) -> dict[str, Any]:
     if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
         raise RequestError(f"body: got {declared} bytes, needs at most {MAX_BODY_BYTES}; send fewer prompts at once")
     try:
-        body = json.loads(await request.body())
+        raw = await request.body()
+        body = json.loads(raw)
+        if b"\\ud" in raw.lower():  # half of a surrogate pair is JSON, but no text: it can be neither encoded nor sent back
+            json.dumps(body, ensure_ascii=False).encode()
+    except ClientDisconnect:  # nobody is there to be told
+        raise RequestError("body: got its beginning only, needs the bytes that content-length says") from None
+    except UnicodeEncodeError:
+        raise RequestError("body: got half of a surrogate pair in a text, needs whole characters; leave it out") from None
     except ValueError as error:
         raise RequestError(f"body: got text that is no JSON ({error}), needs a JSON object") from None
     except RecursionError:
