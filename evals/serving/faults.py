@@ -275,6 +275,13 @@ class Proxy:
             raise HarnessError(f"fault: got {self.setup.fault!r}, needs one of {sorted(FAULTS)}")
         if self.setup.every < 1:
             raise HarnessError(f"every: got {self.setup.every}, needs at least 1")
+        if not self.setup.upstream.startswith(("http://", "https://")):
+            raise HarnessError(f"upstream: got {self.setup.upstream!r}, needs http(s)://host[:port] of the server behind")
+        for name, value in (("delay-s", self.setup.delay_s), ("times", self.setup.times), ("after", self.setup.after)):
+            if not 0 <= value < float("inf"):  # nor NaN
+                raise HarnessError(f"{name}: got {value}, needs a number from 0")
+        if not 0 <= self.setup.size < float("inf"):
+            raise HarnessError(f"size: got {self.setup.size}, needs a number from 0")
         self._fault = FAULTS[self.setup.fault]()
 
     def app(self) -> Starlette:

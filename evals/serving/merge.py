@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +26,7 @@ from evals.serving.items import ItemStore
 from validation.core.types import HarnessError
 
 SCHEMA = 1
+SIDES = ("stock", "candidate")
 ITEM_COLUMNS = (
     "item",
     "repeat",
@@ -109,10 +111,51 @@ def merge(
     into: Annotated[Path, typer.Option(help="Folder of the merged suite; judge it by running the suite there.")],
 ) -> None:
     """Merge what hosts asked in shards (seconds)."""
-    for side in ("stock", "candidate"):
+    _check_sources(sources, into)
+    for side in SIDES:
         files = [folder / f"{side}.jsonl" for folder in sources if (folder / f"{side}.jsonl").is_file()]
         print(f"{side}: {merge_stores(files, into / f'{side}.jsonl')} answers from {len(files)} files")
 
 
+def _check_sources(sources: Sequence[Path], into: Path) -> None:
+    """A host whose folder is misspelt or empty must not be missing silently.
+
+    Reads every file before one is made. Raises HarnessError with every reason, or with the first file that is damaged.
+    """
+    rule = f"a folder with {' or '.join(f'{side}.jsonl' for side in SIDES)}"
+    empty = [folder for folder in sources if not any(_count(folder / f"{side}.jsonl") for side in SIDES)]
+    reasons = [f"got {folder} without answers, needs {rule} of that host; leave out a host that had nothing to ask" for folder in empty]
+    places = [folder.resolve() for folder in sources]
+    if len(set(places)) != len(places):
+        reasons.append("got one folder twice, needs each host once")
+    if into.resolve() in places:
+        reasons.append(f"got --into {into}, which is one of the sources, needs another folder")
+    if reasons:
+        raise HarnessError("merge: " + "; ".join(reasons))
+
+
+def _count(path: Path) -> int:
+    """Whole answers in a file; none when there is no file."""
+    if not path.is_file():
+        return 0
+    with ItemStore(path) as store:
+        return len(store)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; every way to use it wrongly is one line and exit code 3."""
+    try:
+        app(args=arguments, prog_name="python -m evals.serving.merge", standalone_mode=False)
+    except (HarnessError, OSError) as error:
+        print(str(error), file=sys.stderr)
+        return 3
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # a usage error of click, of which typer may carry its own copy
+            raise
+        print(f"merge: {error.format_message()}", file=sys.stderr)
+        return 3
+    return 0
+
+
 if __name__ == "__main__":
-    app(prog_name="python -m evals.serving.merge")
+    sys.exit(main())

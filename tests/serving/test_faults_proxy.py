@@ -135,3 +135,18 @@ def test_what_is_no_fault_is_one_sentence() -> None:
 def test_a_server_behind_that_is_gone_is_a_502() -> None:
     with faulty("http://127.0.0.1:9", "none") as proxied:
         assert ask(proxied.url).status_code == 502
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"upstream": "ftp://a"}, "upstream"),
+        ({"fault": "slow", "delay_s": -3.0}, "delay-s"),
+        ({"fault": "slow", "delay_s": math.nan}, "delay-s"),
+        ({"fault": "die", "after": -1}, "after"),
+        ({"fault": "perturb", "size": math.inf}, "size"),
+    ],
+)
+def test_a_fault_that_cannot_be_is_refused(wrong: dict, words: str) -> None:  # type: ignore[type-arg]
+    with pytest.raises(HarnessError, match=words):
+        Proxy(Setup(**{"upstream": "http://127.0.0.1:1", "fault": "none"} | wrong))

@@ -16,6 +16,7 @@ from evals.records import decode_line
 from evals.serving.asking import Ask, Replica
 from evals.serving.executor import Executor
 from evals.serving.items import ItemStore
+from evals.serving.merge import main as merge_main
 from evals.serving.merge import merge_stores
 from evals.serving.progress import Silent
 from evals.serving.suites import run_suite
@@ -182,6 +183,32 @@ def test_an_answer_beats_a_failure_when_merging(data, tmp_path):
     with ItemStore(tmp_path / "m" / "stock.jsonl") as store:
         assert len(store) == 20
         assert all(reply.text is not None for reply in store.replies())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["absent", "--into", "m"], "got absent without answers"),
+        (["a", "empty", "--into", "m"], "got empty without answers"),
+        (["a", "a", "--into", "m"], "twice"),
+        (["a", "--into", "a"], "another folder"),
+        (["a"], "--into"),
+        (["--into", "m"], "SOURCES"),
+        (["torn", "--into", "m"], "restore the file"),
+    ],
+)
+def test_a_host_that_is_missing_is_an_error_and_leaves_no_file(data, tmp_path, monkeypatch, capsys, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("empty", ""), ("torn", "zzz\nzzz\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "stock.jsonl").write_text(text)
+    with CannedServer(Script(answers=gsm8k(data, 2))) as server:
+        run([server], [server], tmp_path / "a")
+    assert merge_main(arguments) == 3
+    told = capsys.readouterr().err
+    assert words.lower() in told.lower()
+    assert len(told.splitlines()) == 1
+    assert not (tmp_path / "m").exists()
 
 
 def test_ray_absent_is_one_clear_error(monkeypatch):
