@@ -213,7 +213,14 @@ def _close(status: Status, output: Path | None, **fields: Any) -> int:
 
 
 def _write(path: Path, document: str) -> None:
+    if path.is_dir():
+        raise HarnessError(f"audit: got --output {path}, which is a folder, needs a file to write")
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        file.write(document)
-    os.replace(file.name, path)
+        try:
+            file.write(document)
+            file.flush()
+            os.replace(file.name, path)
+        except OSError:  # a full disk: no half of a report stays beside it
+            os.unlink(file.name)
+            raise

@@ -141,6 +141,15 @@ def test_json_and_sarif_documents(capsys, built, manifest: Path, tmp_path: Path)
     assert json.loads(target.read_text())["version"] == "2.1.0"
 
 
+@pytest.mark.parametrize("options", [["-f", "json"], ["--init"]])
+def test_an_output_that_is_a_folder_is_an_error_and_leaves_nothing(capsys, built, tmp_path: Path, options: list[str]) -> None:
+    target = tmp_path / "folder"
+    target.mkdir()
+    with pytest.raises(HarnessError, match="is a folder"):
+        run(capsys, built["load_before_wait"], *options, "-o", target)
+    assert [path.name for path in tmp_path.rglob("*")] == ["folder"]
+
+
 def test_starter_manifest(capsys, built, tmp_path: Path) -> None:
     target = tmp_path / "starter.toml"
     assert run(capsys, built["load_before_wait"], "--init", "-o", target)[0] == 0
