@@ -80,8 +80,8 @@ CLAIMS: tuple[Claim, ...] = (
         sentence="A step reads only what it or a step before wrote: poison, delays, skewed ranks and replays change no bit.",
         lane="schedule",
         checks=("schedule.*",),
-        required_in=("gpu",),
-        proven_by="fasttrack run --profile gpu --lanes schedule",
+        required_in=IN_PROCESS,
+        proven_by="fasttrack run --lanes schedule",
     ),
     # ---- evals ----
     Claim(
