@@ -43,7 +43,7 @@ Found = tuple[tuple[Measurement, ...], Mapping[str, Any]]
 
 
 def measure_suite(suite: str, case: Case, targets: Mapping[str, Any]) -> Found:
-    """Ask, score and judge. Raises Refused where a server cannot be had or the sides are not alike."""
+    """Ask, score and judge. Raises Refused where a server or the data cannot be had or the sides are not alike."""
     session = SuiteSession(targets)
     if not session.config.servers.together:
         session.ask_everything_once()
@@ -79,7 +79,13 @@ class SuiteSession:
             for suite in evals.suites:
                 for case in suite_cases(suite, evals):
                     if case.params.get("asked") != 0:
-                        self._resumed(lambda s=suite, c=case, r=role: self._ask_first(s, c, r))
+                        self._ask_ahead(suite, case, role)
+
+    def _ask_ahead(self, suite: str, case: Case, role: str) -> None:
+        try:
+            self._resumed(lambda: self._ask_first(suite, case, role))
+        except Refused as refusal:  # recorded where the suite's own check runs
+            self.link.say(f"serving: {suite} of {role}: {refusal}")
 
     def _ask_first(self, suite: str, case: Case, role: str) -> bool:
         with self._open(suite, case) as run:
@@ -105,7 +111,7 @@ class SuiteSession:
                     return
                 for role in ("stock", "candidate") if self.config.servers.together else ():
                     self.link.up(role)
-            except StartFailed as error:
+            except (StartFailed, HarnessError) as error:  # no server, or no data: this suite's trouble, the others go on
                 raise Refused((str(error),)) from error
             self.link.say(f"serving: not every request reached a server; trying what is missing again ({attempt + 1})")
 

@@ -166,6 +166,17 @@ def test_servers_that_nobody_reaches_prove_nothing_and_fail_nothing(tmp_path):
     assert "127.0.0.1:9" in records["evals.serving.identity"][0].reasons[1]
 
 
+def test_a_suite_without_data_is_refused_and_the_rest_goes_on(tmp_path):
+    (tmp_path / "empty").mkdir()
+    real = config_text(evals=f'data = {{ gsm8k = "{tmp_path / "empty"}" }}').replace("bins = [256, 2048, 8192]", "bins = [256]")
+    real = real.replace('suites = ["gsm8k_nano", "gpqa_diamond_nano", "aime25_nano", "mrcr_nano"]', 'suites = ["gsm8k"]')
+    closing, records, told = run(tmp_path, real, "evals,numerics")
+    assert (closing["verdict"], closing["code"]) == ("not_proven", 2), told
+    assert {record.outcome.value for record in records["evals.serving.gsm8k"]} == {"refused"}
+    assert any("got nothing for split" in reason for record in records["evals.serving.gsm8k"] for reason in record.reasons)
+    assert {record.outcome.value for record in records["numerics.serving.decode"]} >= {"measured"}
+
+
 @pytest.mark.slow
 def test_nan_in_a_distribution_fails(tmp_path):
     closing, records, _ = run(tmp_path, config_text(("--mode", "nan"), numerics="windows = 1"), "numerics")
