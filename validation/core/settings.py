@@ -121,3 +121,10 @@ def load_settings(path: Path | None, overrides: Mapping[str, Any]) -> Settings:
     if reasons:
         raise HarnessError("settings: " + "; ".join(reasons))
     return settings
+
+
+def named_folder(option: str, path: Path) -> Path:
+    """`path` as it is. Raises HarnessError where it is no folder: a misspelt one would read as one that proves nothing yet."""
+    if not path.is_dir():
+        raise HarnessError(f"{option}: got {path}, which is {'a file' if path.exists() else 'not there'}, needs an existing folder")
+    return path

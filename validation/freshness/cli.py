@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from validation.core import jsonio
+from validation.core.settings import named_folder
 from validation.core.types import EXIT_CODES, Status
 from validation.freshness import published
 from validation.policy import DEFAULT_POLICY, load_policy
@@ -27,6 +28,8 @@ def status(
     every: Annotated[bool, typer.Option("--all", help="List fresh cells too.")] = False,
 ) -> None:
     """Say which published evidence is stale, why, and the command that renews it (seconds, no GPU)."""
+    if root != published.PUBLISHED:
+        named_folder("--published", root)
     found = published.freshness(root, load_policy(policy))
     err = Console(stderr=True, markup=False)
     if not found.cells:

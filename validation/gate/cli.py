@@ -11,13 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from validation.core import jsonio
-from validation.core.settings import PROJECT_ROOT, load_settings
+from validation.core.settings import PROJECT_ROOT, load_settings, named_folder
 from validation.core.store import write_atomically
 from validation.core.types import EXIT_CODES, HarnessError, Status
 from validation.core.validate import load_claims
 from validation.freshness.published import PUBLISHED
 from validation.gate import conditions
 from validation.gate.runs import of_this_code
+from validation.targets.engine import find_candidate
 
 app = typer.Typer(add_completion=False)
 
@@ -46,6 +47,11 @@ def gate(
     required = conditions.CONDITIONS if pr_ready else (*conditions.REQUIRED, *asked)
     default = PROJECT_ROOT / "validate.toml"
     settings = load_settings(config or (default if default.exists() else None), {"runs_dir": runs_dir})
+    find_candidate(candidate)
+    if runs_dir is not None:
+        named_folder("--runs-dir", settings.path(settings.runs_dir))
+    if published is not None:
+        named_folder("--published", published)
     runs, left_out = of_this_code(settings.path(settings.runs_dir), candidate)
     read = conditions.Gate(
         repository=repo,

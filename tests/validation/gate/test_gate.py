@@ -220,6 +220,7 @@ def test_an_unknown_base_is_an_error(repository):
 @pytest.mark.parametrize(("more", "code"), [((), 0), (("--pr-ready",), 2), (("--require", "perf"), 2), (("--require", "x"), 3)])
 def test_exit_codes_of_the_command(repository, tmp_path, more, code):
     make_run(tmp_path / "runs", GOOD, code=environment.code_digest())
+    (tmp_path / "published").mkdir()
     config = tmp_path / "validate.toml"
     config.write_text('claims = "tests.validation.gate.test_gate:CLAIMS"\n')
     command = [sys.executable, "-m", "validation", "gate", "--repo", str(repository), "--policy", str(tmp_path / "policy.toml"), *more]
@@ -230,3 +231,19 @@ def test_exit_codes_of_the_command(repository, tmp_path, more, code):
     if code != 3:
         assert body["conditions"] == PASSING
         assert body["pr_ready"] is False
+
+
+@pytest.mark.parametrize(
+    ("command", "word"),
+    [
+        (("gate", "--candidate", "no-such"), "no-such"),
+        (("gate", "--runs-dir", "no-such"), "--runs-dir"),
+        (("gate", "--published", "pyproject.toml"), "--published"),
+        (("status", "--published", "no-such"), "--published"),
+    ],
+)
+def test_a_misspelt_name_is_an_error_and_no_missing_proof(command, word):
+    done = subprocess.run([sys.executable, "-m", "validation", *command], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 3, done.stdout
+    assert word in done.stderr
+    assert "Traceback" not in done.stderr
