@@ -197,7 +197,11 @@ def test_only_the_named_change_is_accepted(repository):
 def test_the_command(repository, more, code, said):
     replace(repository, POLICY_FILE, "error_ratio = 1.5", "error_ratio = 2.0")
     command = [sys.executable, "-m", "validation", "gate", "--repo", str(repository), "--policy", str(repository / POLICY_FILE)]
-    command += ["--runs-dir", str(repository / "runs"), "--published", str(repository / "none"), *more]
+    for option in ("runs", "published"):
+        folder = repository.parent / f"empty-{option}"
+        folder.mkdir()
+        command += [f"--{option.replace('runs', 'runs-dir')}", str(folder)]
+    command += more
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=PROJECT_ROOT)
     assert done.returncode == code, done.stderr
     body = json.loads(done.stdout.splitlines()[-1])
