@@ -84,12 +84,13 @@ def layer(tp: int, rows: int, q: int = 1) -> tuple[tuple[Measurement, ...], Mapp
 
 
 def rank_step(tp: int, rows: int, q: int = 1) -> tuple[tuple[Measurement, ...], Mapping[str, Any]]:
-    """The whole step of one rank at full depth, timed now."""
+    """The whole step of one rank at full depth, timed now, in turns with stock's where both fit."""
     from kimi_k3_decode.config import K3, Shard
     from kimi_k3_decode.launches import launch_graph
     from perf.kernels.conditions import Card
     from perf.kernels.step import one_step
     from perf.kernels.timing import copy_rate_bytes_per_s
+    from perf.rank_steps import beside_stock
 
     kernels = _correct(launch_graph(K3, Shard(config=K3, tp=tp), rows, q), rank=0)
     record = one_step(f"k3-step-tp{tp}-r{rows}-q{q}", tp, rows, q, Card(), copy_rate_bytes_per_s(), {})
@@ -97,8 +98,11 @@ def rank_step(tp: int, rows: int, q: int = 1) -> tuple[tuple[Measurement, ...], 
         raise Refused((str(record["error"]),))
     counts = [Measurement(name=name, value=record[name], unit="count") for name in ("waits_that_ran_out_count", "launches_count")]
     floor = Measurement(name="over_floor", value=record["over_floor"], unit="1")
+    stock = beside_stock(record) if record.get("stock_timed") == "in turns" else []
+    if stock and record["self_check_decision"] != "no difference":
+        raise Refused((f"stock against stock: {record['self_check_decision']} ({record['self_check']}), needs no difference",))
     details = {"source": "gpu_timer", "correctness": kernels, "record": _without_samples(record)}
-    return (*_measurements(record, {"fused": "candidate"}), floor, *counts), details
+    return (*_measurements(record, {"fused": "candidate"}), floor, *counts, *stock), details
 
 
 def _without_samples(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Published whole steps of one rank: what they say, and whether they may be shown.
 
 Such a step runs every layer with weights of its own, but its messages return to the same rank: waiting for peers is not in it. So it is no
-cell of the matrix. Stock's step is a record of its own, timed behind it: the weights of both do not fit into one card.
+cell of the matrix. Stock's step over the same weights is in the same record where both were timed in turns; only then is there a ratio.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kimi_k3_decode.config import K3, Shard
 from kimi_k3_decode.launches import launch_graph
 from perf.published import correctness_reasons, kernel_checks
 from validation.core.store import read_evidence, read_run
-from validation.core.types import Evidence, Measurement, Outcome
+from validation.core.types import Evidence, Measurement, Outcome, Run
 from validation.core.worker import Refused
 from validation.freshness.published import PUBLISHED, freshness, published_runs
 from validation.policy import load_policy
@@ -33,10 +33,17 @@ class RankStep:
     rows: int
     q: int
     gpu: str
+    conditions: str
     evidence: str
     correctness: tuple[str, ...]
     details: Mapping[str, Any]
     reasons: tuple[str, ...]
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether stock's times may stand beside these: timed in turns, and stock no different from itself."""
+        told = self.details
+        return told.get("stock_timed") == "in turns" and told.get("self_check_decision") == "no difference"
 
 
 @lru_cache(maxsize=16)
@@ -67,9 +74,20 @@ def read(root: Path = PUBLISHED) -> tuple[RankStep, ...]:
             why = (*_own_reasons(record), *(f"stale: {r}" for r in stale.get(record.id, ("superseded by a newer record",))), *reasons)
             gpu = str(run.hardware.get("gpu", "unknown"))
             found.append(
-                RankStep(tp=tp, rows=rows, q=q, gpu=gpu, evidence=record.id, correctness=used, details=record.details, reasons=why)
-            )
+                RankStep(
+                    tp=tp, rows=rows, q=q, gpu=gpu, conditions=_conditions(run, gpu, rows, q), evidence=record.id, correctness=used,
+                    details=record.details, reasons=why,
+                )
+            )  # fmt: skip
     return tuple(found)
+
+
+def _conditions(run: Run, gpu: str, rows: int, q: int) -> str:
+    """What a multiplier of such a step depends on."""
+    speculation = "no speculation" if q == 1 else f"{q - 1} drafts, acceptance not applied"
+    versions = ", ".join(f"{k} {v}" for k, v in run.hardware.items() if k in ("torch", "cuda", "driver"))
+    sides = f"{gpu}; 1 GPU on both sides; batch {rows // q}; {speculation}; prefill not counted"
+    return f"{sides}; {run.started_utc[:10]}; {versions or 'no versions'}"
 
 
 def _own_reasons(record: Evidence) -> tuple[str, ...]:
@@ -86,13 +104,27 @@ def published_step(tp: int, rows: int) -> tuple[tuple[Measurement, ...], Mapping
     if not shown:
         raise Refused(tuple(dict.fromkeys(r for step in records for r in step.reasons)) or ("nothing published",))
     step, told = shown[-1], shown[-1].details
-    samples = tuple(float(x) for x in told.get("fused_samples", ()))
-    return (
-        Measurement(name="candidate_us", value=told["fused_us"], unit="us", samples=samples),
+    measurements = [
+        Measurement(name="candidate_us", value=told["fused_us"], unit="us", samples=_samples(told, "fused")),
         Measurement(name="over_floor", value=told["over_floor"], unit="1"),
         Measurement(name="waits_that_ran_out_count", value=told["waits_that_ran_out_count"], unit="count"),
         Measurement(name="launches_count", value=told["launches_count"], unit="count"),
-    ), {"source": "gpu_timer", "evidence": step.evidence, "correctness": ", ".join(step.correctness), "hardware": step.gpu}
+    ]
+    if step.in_turns:
+        measurements += beside_stock(told)
+    details = {"source": "gpu_timer", "evidence": step.evidence, "correctness": ", ".join(step.correctness), "conditions": step.conditions}
+    return tuple(measurements), details
+
+
+def beside_stock(told: Mapping[str, Any]) -> list[Measurement]:
+    """Stock's time and the speed-up with its interval, of a record whose steps were timed in turns."""
+    ratios = (("speed_up", "speedup"), ("speed_up_low", "speedup_low"), ("speed_up_high", "speedup_high"))
+    stock = Measurement(name="stock_us", value=told["stock_us"], unit="us", samples=_samples(told, "stock"))
+    return [stock, *(Measurement(name=name, value=told[source], unit="1") for name, source in ratios)]
+
+
+def _samples(told: Mapping[str, Any], side: str) -> tuple[float, ...]:
+    return tuple(float(x) for x in told.get(f"{side}_samples", ()))
 
 
 def tables() -> list[dict[str, Any]]:
@@ -102,13 +134,19 @@ def tables() -> list[dict[str, Any]]:
     rows = [_row(step) for step in read() if not step.reasons]
     note = (
         "gpu_timer: embedding, 93 layers with weights of their own, final norm, LM head and sampling on one GPU. Messages return to the "
-        "rank, so the wait for peers is not in it. Stock is timed behind it, not in turns. The floor is bytes over that run's copy rate."
+        "rank, so the wait for peers is not in it, nor are stock's all-reduces. Stock reads the same weights and stands here where it "
+        "was timed in turns. The floor is bytes over that run's copy rate."
     )
-    columns = ("share", "rows", "tokens a request", "context", "step, ms", "floor, ms", "times the floor", "hardware", "evidence")
+    columns = ("share", "rows", "tokens a request", "context", "stock, ms", "step, ms", "speed-up", "floor, ms", "times the floor",
+               "conditions", "evidence")  # fmt: skip
     return [table("Whole steps of one rank", columns, rows, note)] if rows else []
 
 
 def _row(step: RankStep) -> list[Any]:
     told = step.details
-    times = [f"{told[name] / 1000:.2f}" for name in ("fused_us", "floor_us")]
-    return [f"TP{step.tp}", step.rows, step.q, told["context_tokens"], *times, f"{told['over_floor']:.2f}", step.gpu, step.evidence]
+    stock, ratio = "–", "–"
+    if step.in_turns:
+        stock, ratio = f"{told['stock_us'] / 1000:.2f}", f"{told['speedup']:.2f}x ({told['speedup_low']:.2f}–{told['speedup_high']:.2f})"
+    ours, floor = (f"{told[name] / 1000:.2f}" for name in ("fused_us", "floor_us"))
+    place = [f"TP{step.tp}", step.rows, step.q, told["context_tokens"]]
+    return [*place, stock, ours, ratio, floor, f"{told['over_floor']:.2f}", step.conditions, step.evidence]

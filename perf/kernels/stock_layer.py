@@ -39,17 +39,9 @@ class StockLayer:
         q: int = 1,
         keep: Tensors | None = None,
     ) -> None:
-        """`keep` holds the stacked expert weights over several objects of one layer."""
         self.config, self.shard, self.rows, self.q, self.layer = config, Shard(config=config, tp=tp), rows, q, layer
         tag = f"L{layer:02d}"
         self.w = {name.removeprefix(f"{tag}."): t for name, t in weights.items() if name.startswith(f"{tag}.")}
-        # One product reads w1 and w3: the codes are stacked once, at load.
-        stacked = keep if keep is not None else {}
-        for name in ("EIJ", "scale_EIG") if config.is_moe(layer) else ():
-            if f"{tag}.{name}" not in stacked:
-                stacked[f"{tag}.{name}"] = torch.cat((self.w[f"experts_up.w1_{name}"], self.w[f"experts_up.w3_{name}"]), dim=1)
-        if config.is_moe(layer):
-            self.up_codes, self.up_scales = stacked[f"{tag}.EIJ"], stacked[f"{tag}.scale_EIG"]
         self.state = state
         d, c, s, k = config.hidden_size, config, self.shard, config.n_experts_per_token
         self.blocks = torch.randn(max(1, c.n_blocks_before_attention(layer)), rows, d, device="cuda").to(torch.bfloat16)
@@ -63,7 +55,6 @@ class StockLayer:
         self.b = {name: torch.empty(shape, dtype=torch.bfloat16, device="cuda") for name, shape in shapes.items()}
         self.b["ids"] = torch.empty(rows, k, dtype=torch.int32, device="cuda")
         self.lists = ops.empty_lists(rows * k, "cuda")
-        self.router = torch.randn(c.n_experts, d, device="cuda").mul_(d**-0.5).to(torch.bfloat16)[: s.router_rows]
         self.logits = torch.randn(rows, c.n_experts, device="cuda")
         self.delta = torch.randn(rows, d, device="cuda").to(torch.bfloat16)
         self.z = torch.randn(rows, c.moe_latent_size, device="cuda").to(torch.bfloat16)
@@ -99,9 +90,12 @@ class StockLayer:
         linear(x, w["moe_front.latent_down_LD"])
         ops.route(self.logits, w["route.bias_E"], b["ids"], b["weights"])
         ops.align(b["ids"], *self.lists)
-        ops.grouped(self.z, self.up_codes, self.up_scales, b["gu"], self.lists, b["weights"], k, True, False)
+        # One product reads w1 and w3, each where it lies: nothing is copied, so that both sides share all weights.
+        up_codes, up_scales = ([w[f"experts_up.{part}_{name}"] for part in ("w1", "w3")] for name in ("EIJ", "scale_EIG"))
+        ops.grouped(self.z, up_codes, up_scales, b["gu"], self.lists, b["weights"], k, True, False)
         ops.situ(b["gu"], b["h"], c.situ_beta, c.situ_linear_beta)
-        ops.grouped(b["h"], w["experts_down.w2_ELJ"], w["experts_down.w2_scale_ELG"], b["parts"], self.lists, b["weights"], k, False, True)
+        down_codes, down_scales = [w["experts_down.w2_ELJ"]], [w["experts_down.w2_scale_ELG"]]
+        ops.grouped(b["h"], down_codes, down_scales, b["parts"], self.lists, b["weights"], k, False, True)
         ops.combine(b["parts"], b["latent"], k)
         gate_up = linear(x, w["shared_up.gate_up_ID"])
         ops.situ(gate_up, b["sh"], c.situ_beta, c.situ_linear_beta)

@@ -1,7 +1,7 @@
 """The stock step of one rank at full depth: stock layers for KDA and MoE, and MLA, dense and end parts of the same kind, in one CUDA graph.
 
-Its expert weights are stacked for its own products, so they do not fit beside the kernels': `take_over` turns those into these, layer by
-layer, and the kernels cannot run on them afterwards. The context of MLA is one contiguous block a request (no pages), in stock's favour.
+It reads the weights of the kernels' step where they lie, so that both stand in one memory and are timed in turns. The context of MLA is one
+contiguous block a request (no pages), in stock's favour.
 """
 
 from __future__ import annotations
@@ -53,33 +53,19 @@ class StockDenseLayer(StockLayer):
         return linear(hidden, w["dense_down.down_DI"])
 
 
-def take_over(config: ModelConfig, weights: Tensors, stacked: Tensors) -> None:
-    """Stack w1 and w3 of every layer into `stacked` and drop them from `weights`, one layer at a time."""
-    for layer in range(config.n_layers):
-        tag = f"L{layer:02d}"
-        for name in ("EIJ", "scale_EIG"):
-            if config.is_moe(layer) and f"{tag}.{name}" not in stacked:
-                parts = [weights.pop(f"{tag}.experts_up.{w}_{name}") for w in ("w1", "w3")]
-                stacked[f"{tag}.{name}"] = torch.cat(parts, dim=1)
-                del parts
-        torch.cuda.empty_cache()
-
-
 class StockStep:
     """Every layer, embedding, final norm, LM head and argmax of one rank; one token a request.
 
-    chosen: layer -> expert ids, so that both sides read the same experts.
+    weights: by the plan's buffer names; read, never changed. chosen: layer -> expert ids, so that both sides read the same experts.
     """
 
-    def __init__(
-        self, config: ModelConfig, tp: int, rows: int, weights: Tensors, stacked: Tensors, chosen: dict[int, torch.Tensor], context: int
-    ) -> None:
+    def __init__(self, config: ModelConfig, tp: int, rows: int, weights: Tensors, chosen: dict[int, torch.Tensor], context: int) -> None:
         self.config, self.w = config, weights
         self.layers: list[StockLayer] = []
         for layer in range(config.n_layers):
             kind = StockMlaLayer if not config.is_kda(layer) else StockLayer if config.is_moe(layer) else StockDenseLayer
             state = state_for(config, tp, rows) if config.is_kda(layer) else {}
-            made = kind(config, tp, layer, rows, weights, state, keep=stacked)
+            made = kind(config, tp, layer, rows, weights, state)
             if isinstance(made, StockMlaLayer):
                 made.prepare(context)
             if layer in chosen:
@@ -89,6 +75,11 @@ class StockStep:
         shape = (config.n_blocks, rows, config.hidden_size)
         self.blocks = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
         self.out = [torch.empty(shape[1:], dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+
+    def experts_read(self) -> float:
+        """Distinct experts a MoE layer read in the last pass, the mean over layers."""
+        found = [layer.experts_read() for layer in self.layers if self.config.is_moe(layer.layer)]
+        return sum(found) / len(found)
 
     def issue(self) -> torch.Tensor:
         """The whole step; returns the argmax of this rank's share of the vocabulary."""

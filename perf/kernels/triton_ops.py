@@ -5,6 +5,7 @@ They are baselines for speed, written to be fast in the ordinary way: one kernel
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -268,11 +269,12 @@ def align(ids: Any, order: Any, block_expert: Any, block_first: Any) -> None:
 
 @triton.jit
 def _grouped(
-    x, codes, scales, out, order, block_expert, block_first, weights,
-    N_PAIRS, OUT: tl.constexpr, K: tl.constexpr, TOP: tl.constexpr, PER_TOKEN: tl.constexpr, WEIGHTED: tl.constexpr,
+    x, codes, scales, second_codes, second_scales, out, order, block_expert, block_first, weights,
+    N_PAIRS, EACH: tl.constexpr, OUT: tl.constexpr, K: tl.constexpr, TOP: tl.constexpr, PER_TOKEN: tl.constexpr, WEIGHTED: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """out[pair] = x[pair or its token] W[expert]^T: a program per (block of pairs, BN outputs), codes widened in registers."""
+    """out[pair] = x[pair or its token] W[expert]^T: a program per (block of pairs, BN outputs), codes widened in registers. EACH outputs
+    come from the first matrix of an expert, the others from the second."""
     block, tile = tl.program_id(0), tl.program_id(1)
     expert = tl.load(block_expert + block)
     if expert < 0:
@@ -284,15 +286,21 @@ def _grouped(
     pair = key % 4096
     row = tl.where(live, pair // TOP if PER_TOKEN else pair, 0)
     n = tile * BN + tl.arange(0, BN)
+    inside = n
+    if EACH < OUT:
+        second = tile * BN >= EACH
+        codes = tl.where(second, second_codes, codes)
+        scales = tl.where(second, second_scales, scales)
+        inside = n - tl.where(second, EACH, 0)
     acc = tl.zeros((M, BN), tl.float32)
-    base = expert.to(tl.int64) * OUT
+    base = expert.to(tl.int64) * EACH
     for k0 in range(0, K, BK):
         k = k0 + tl.arange(0, BK)
         j = k0 // 2 + tl.arange(0, BK // 2)
         g = k0 // 32 + tl.arange(0, BK // 32)
         a = tl.load(x + row[:, None] * K + k[None, :], live[:, None] & (k < K)[None, :], 0.0)
-        c = tl.load(codes + (base + n)[:, None] * (K // 2) + j[None, :], (j < K // 2)[None, :], 0).to(tl.int16)
-        s = tl.load(scales + (base + n)[:, None] * (K // 32) + g[None, :], (g < K // 32)[None, :], 0).to(tl.int16)
+        c = tl.load(codes + (base + inside)[:, None] * (K // 2) + j[None, :], (j < K // 2)[None, :], 0).to(tl.int16)
+        s = tl.load(scales + (base + inside)[:, None] * (K // 32) + g[None, :], (g < K // 32)[None, :], 0).to(tl.int16)
         low = ((c & 7) << 6) | ((c & 8) << 12)
         high = (((c >> 4) & 7) << 6) | (((c >> 4) & 8) << 12)
         w = tl.join(low, high).reshape(BN, BK // 32, 32).to(tl.bfloat16, bitcast=True)
@@ -304,14 +312,18 @@ def _grouped(
     tl.store(out + pair[:, None] * OUT + n[None, :], acc.to(out.dtype.element_ty), live[:, None])
 
 
-def grouped(x: Any, codes: Any, scales: Any, out: Any, lists: Any, weights: Any, top_k: int, per_token: bool, weighted: bool) -> None:
+def grouped(
+    x: Any, codes: Sequence[Any], scales: Sequence[Any], out: Any, lists: Any, weights: Any, top_k: int, per_token: bool, weighted: bool
+) -> None:
+    """`codes` [E, N, K / 2] and `scales` of one matrix an expert, or of two whose outputs stand side by side: one launch reads both."""
     order, block_expert, block_first = lists
-    outputs, k = codes.shape[1], codes.shape[2] * 2
+    each, k = codes[0].shape[1], codes[0].shape[2] * 2
+    outputs = each * len(codes)
     pairs = out.shape[0]
     bn, bk = (32, 256) if k >= 1024 else (32, 64)
     _grouped[(pairs, outputs // bn)](
-        x, codes, scales, out, order, block_expert, block_first, weights, pairs, outputs, k, top_k, per_token, weighted, bn, bk, 16,
-        num_warps=4, num_stages=4,
+        x, codes[0], scales[0], codes[-1], scales[-1], out, order, block_expert, block_first, weights, pairs, each, outputs, k, top_k,
+        per_token, weighted, bn, bk, 16, num_warps=4, num_stages=4,
     )  # fmt: skip
 
 
