@@ -194,13 +194,11 @@ def test_only_the_named_change_is_accepted(repository):
     [((), 1, None), (("--accept", "limits.numerics.error_ratio=A. Maintainer"), 2, "A. Maintainer"),
      (("--accept", "limits.numerics.error_ratio="), 3, None), (("--accept", "nonsense"), 3, None)],
 )  # fmt: skip
-def test_the_command(repository, more, code, said):
+def test_the_command(repository, tmp_path_factory, more, code, said):
     replace(repository, POLICY_FILE, "error_ratio = 1.5", "error_ratio = 2.0")
     command = [sys.executable, "-m", "validation", "gate", "--repo", str(repository), "--policy", str(repository / POLICY_FILE)]
-    for option in ("runs", "published"):
-        folder = repository.parent / f"empty-{option}"
-        folder.mkdir()
-        command += [f"--{option.replace('runs', 'runs-dir')}", str(folder)]
+    for option in ("runs-dir", "published"):
+        command += [f"--{option}", str(tmp_path_factory.mktemp("empty"))]
     command += more
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=PROJECT_ROOT)
     assert done.returncode == code, done.stderr
