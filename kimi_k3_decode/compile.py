@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kimi_k3_decode import toolchain
 from kimi_k3_decode.config import K3, NANO, ModelConfig, Shard
 from kimi_k3_decode.device.launcher import KernelSpec, placeholders
 from kimi_k3_decode.kernels import kernel_spec
@@ -174,20 +175,8 @@ def source_digest() -> str:
     found = hashlib.sha256()
     for file in files:
         found.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
-    import importlib.metadata
-
-    found.update(importlib.metadata.version("nvidia-cutlass-dsl").encode() if _installed() else b"unpacked")
+    found.update(toolchain.identity().encode())
     return found.hexdigest()
-
-
-def _installed() -> bool:
-    import importlib.metadata
-
-    try:
-        importlib.metadata.version("nvidia-cutlass-dsl")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def worker(arch: str, part: int, parts: int, out: Path) -> None:
@@ -203,6 +192,7 @@ def worker(arch: str, part: int, parts: int, out: Path) -> None:
 
 def run(architectures: tuple[str, ...], jobs: int, cache: Path) -> list[Built]:
     """All rows, from the cache where the sources are unchanged."""
+    toolchain.require()
     folder = cache / source_digest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
     pending = [(arch, part, folder / f"{arch}.{part}of{jobs}.jsonl") for arch in architectures for part in range(jobs)]

@@ -18,7 +18,10 @@ from validation.core.settings import PROJECT_ROOT
 from validation.core.store import sha256_hex
 from validation.core.types import Run
 
-PACKAGES = ("torch", "numpy", "scipy", "statsmodels", "lm-eval", "datasets", "safetensors", "tokenizers", "nvidia-cutlass-dsl", "vllm")
+PACKAGES = (
+    "torch", "numpy", "scipy", "statsmodels", "lm-eval", "datasets", "safetensors", "tokenizers", "vllm",
+    "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-cu12", "nvidia-cutlass-dsl-libs-cu13",
+)  # fmt: skip
 CODE_FOLDERS = ("kimi_k3_decode", "validation", "evals", "perf", "rfc")
 IDENTITY_DIGITS = 12
 

@@ -5,7 +5,7 @@
     kernels         all of the first, and the step that launches them
     contracts       all of the second
     config          model dimensions, launch list and plan
-    toolchain       the version of the kernel compiler
+    toolchain       the version of the kernel compiler, and the CUDA release of its assembler
 
 A digest covers what Python executes: comments, docstrings and layout do not count, so that a reworded sentence makes no evidence stale.
 It is the same under every Python version the project supports.
@@ -16,19 +16,17 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-import importlib.metadata
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from kimi_k3_decode import toolchain
 from validation.core.settings import PROJECT_ROOT
 from validation.core.types import HarnessError
 
 PACKAGE = "kimi_k3_decode"
 CONFIG_FILES = ("config.py", "launches.py", "plan.py")
 STEP_FILES = ("kernels.py", "gpu_step.py")
-COMPILER = "nvidia-cutlass-dsl"
 # Files that only read and write checkpoints: a clearer error for a broken file makes no kernel stale. A version of one counts as the
 # one that was measured (first) only when somebody looked at what changed and listed it here; any other version makes evidence stale.
 READERS: Mapping[str, tuple[str, ...]] = {
@@ -45,7 +43,7 @@ _NOT_KERNEL = ("contract.py", "oracle.py", "__init__.py")
 
 
 def current(root: Path = PROJECT_ROOT) -> dict[str, str]:
-    """Every part of this checkout with its digest. Raises HarnessError when a source cannot be parsed."""
+    """Every part of this checkout with its digest. Raises HarnessError when a source cannot be parsed or the compiler not be told."""
     package = root / PACKAGE
     if not (package / "ops").is_dir():
         raise HarnessError(f"freshness: got no {PACKAGE}/ops below {root}, needs a checkout of this project")
@@ -59,7 +57,7 @@ def current(root: Path = PROJECT_ROOT) -> dict[str, str]:
     parts["kernels"] = tree.digest([p for files in kernels.values() for p in files] + step)
     parts["contracts"] = tree.digest([p for files in contracts.values() for p in files])
     parts["config"] = tree.digest([package / name for name in CONFIG_FILES], follow=False)
-    parts["toolchain"] = hashlib.sha256(f"{COMPILER} {compiler_version(root)}".encode()).hexdigest()
+    parts["toolchain"] = hashlib.sha256(compiler(root).encode()).hexdigest()
     return parts
 
 
@@ -81,14 +79,12 @@ def binding(ops: Iterable[str] | None = None, root: Path = PROJECT_ROOT) -> dict
     return {name: parts[name] for name in [*wanted, "config", "toolchain"]}
 
 
-def compiler_version(root: Path = PROJECT_ROOT) -> str:
-    """The installed compiler's version; where none is installed, the one this checkout pins."""
+def compiler(root: Path = PROJECT_ROOT) -> str:
+    """The installed kernel compiler with its flavour; where none is installed, the one this checkout pins. Raises HarnessError."""
     try:
-        return importlib.metadata.version(COMPILER)
-    except importlib.metadata.PackageNotFoundError:
-        text = (root / "pyproject.toml").read_text() if (root / "pyproject.toml").exists() else ""
-        pinned = re.search(rf'"{COMPILER}==([^"]+)"', text)
-        return pinned.group(1) if pinned else "unknown"
+        return toolchain.identity(root)
+    except toolchain.ToolchainError as error:
+        raise HarnessError(f"freshness: {error}") from None
 
 
 class _Tree:

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kimi_k3_decode import toolchain as kernel_compiler
 from validation.core.types import HarnessError
 from validation.ordering import corpus_dsl
 from validation.ordering.corpus_cases import ARCHITECTURES, PRELUDE, CorpusCase
@@ -61,11 +62,12 @@ def toolchain() -> Mapping[str, str]:
     for name in ("nvcc", "ptxas"):
         found = re.search(r"V(\d[\d.]+)", run_tool(name, "--version"))
         versions[name] = found.group(1) if found else "unknown"
-    for package in ("nvidia-cutlass-dsl", "nvidia-nvvm"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "absent"
+    package, version = kernel_compiler.identity().split(" ", 1)
+    versions[package] = version
+    try:
+        versions["nvidia-nvvm"] = importlib.metadata.version("nvidia-nvvm")
+    except importlib.metadata.PackageNotFoundError:
+        versions["nvidia-nvvm"] = "absent"
     return versions
 
 

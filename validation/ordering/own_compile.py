@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import json
 import os
 import re
@@ -18,6 +17,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from kimi_k3_decode import toolchain
 
 if TYPE_CHECKING:
     from kimi_k3_decode.config import ModelConfig, Shard
@@ -106,7 +107,7 @@ def sources_of(op: str) -> str:
     from kimi_k3_decode.kernels import SPECS
 
     module = SPECS[op].__module__
-    digest = hashlib.sha256(importlib.metadata.version("nvidia-cutlass-dsl").encode() + Path(__file__).read_bytes())
+    digest = hashlib.sha256(toolchain.identity().encode() + Path(__file__).read_bytes())
     for path in dict.fromkeys((*modules_below(module), *modules_below(module.replace(".launch", ".contract")))):
         digest.update(f"\0{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())
     return digest.hexdigest()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kimi_k3_decode import toolchain
 from validation.core.types import HarnessError
 from validation.ordering.corpus_build import writable_cache
 from validation.ordering.corpus_cases import ARCHITECTURES
@@ -95,7 +95,7 @@ def kernel_sources() -> str:
 def plan_digest() -> str:
     """SHA-256 (hex) of everything that decides which binaries there are: the whole package, for a plan may ask anything."""
     paths = [*PACKAGE.glob("*.py"), *(PACKAGE / "device").rglob("*.py"), *(PACKAGE / "ops").rglob("*.py")]
-    return _digest(paths, importlib.metadata.version("nvidia-cutlass-dsl"))
+    return _digest(paths, toolchain.identity())
 
 
 def _device_sources() -> list[Path]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kimi_k3_decode import toolchain
 from validation.core.settings import PROJECT_ROOT
 from validation.core.store import EvidenceStore, read_evidence
 from validation.core.types import Case, Evidence, HarnessError, Measurement, Outcome, Run
@@ -73,7 +74,7 @@ def checkout(tmp_path: Path) -> Path:
         path = root / "kimi_k3_decode" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    (root / "pyproject.toml").write_text('dependencies = ["nvidia-cutlass-dsl==4.8.1"]\n')
+    (root / "pyproject.toml").write_text('dependencies = ["nvidia-cutlass-dsl[cu13]==4.8.1"]\n')
     return root
 
 
@@ -139,10 +140,21 @@ def test_a_change_makes_stale_what_depends_on_it_and_nothing_else(tmp_path, chec
     assert stale(tmp_path / "p", checkout) == expected
 
 
-def test_another_compiler_makes_everything_stale(tmp_path, checkout, monkeypatch):
+@pytest.mark.parametrize("other", ["nvidia-cutlass-dsl 4.9.0 cu13", "nvidia-cutlass-dsl 4.8.1 cu12"])
+def test_another_compiler_makes_everything_stale(tmp_path, checkout, monkeypatch, other):
+    """Another version, or the same one with the assembler of another CUDA release: its machine code is another."""
     publish(tmp_path / "p", checkout)
-    monkeypatch.setattr(digests, "compiler_version", lambda root: "4.9.0")
+    monkeypatch.setattr(toolchain, "identity", lambda root: other)
     assert set(stale(tmp_path / "p", checkout).values()) == {("toolchain changed",)}
+
+
+def test_a_compiler_that_cannot_be_told_is_an_error_with_its_reason(checkout, monkeypatch):
+    def unclear(root: Path) -> str:
+        raise toolchain.ToolchainError("compiler: got the libraries of cu12 and cu13")
+
+    monkeypatch.setattr(toolchain, "identity", unclear)
+    with pytest.raises(HarnessError, match="got the libraries of cu12 and cu13"):
+        digests.current(checkout)
 
 
 def test_age_and_tampering_make_stale(tmp_path, checkout):
