@@ -18,11 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from validation.core.types import HarnessError
 
 SCHEMA = 1
+REPLY, SCORE = "reply", "score"  # kinds of line
 
 
 def digest(value: Any) -> str:
@@ -62,7 +63,7 @@ class Reply:
         return self.finish_reason == "length"
 
 
-def open_alone(path: Path, what: str) -> int:
+def _open_alone(path: Path, what: str) -> int:
     """A descriptor that appends to `path` under an advisory lock, for one writer over all processes. Raises HarnessError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,25 +78,26 @@ def open_alone(path: Path, what: str) -> int:
     return fd
 
 
-class RecordFile:
-    """Replies and scores of a run. One writer at a time (an advisory lock); use as a context manager or call `close`.
+class LineFile:
+    """An append-only file of checked lines (`encode_line`), for one writer over all processes; a context manager, or call `close`.
 
-    Raises HarnessError when the file cannot be written, is locked by another run, or was altered before its last line.
+    Whoever derives from it says what a line holds in `_take`, which is called for every whole line on opening. A torn last line is cut off
+    (`repaired_bytes`). Raises HarnessError when the file cannot be written, is in use, or was altered before its last line.
     """
+
+    what = "eval records"  # in messages
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._replies: dict[ReplyKey, Reply] = {}
-        self._scores: dict[ReplyKey, dict[str, float | None]] = {}
         self.repaired_bytes = 0
-        self._fd = open_alone(path, "eval records")
+        self._fd = _open_alone(path, self.what)
         try:
-            self._load()
+            self._size = self._load()
         except BaseException:
             self.close()
             raise
 
-    def __enter__(self) -> RecordFile:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -106,6 +108,66 @@ class RecordFile:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def _take(self, obj: Mapping[str, Any], offset: int, size: int) -> None:
+        """One line of `size` bytes at byte `offset`. KeyError and TypeError say that it has another form."""
+        raise NotImplementedError
+
+    def _load(self) -> int:
+        """Take every whole line; returns the size of the file without a torn last one."""
+        offset = 0
+        with open(self._fd, "rb", closefd=False) as file:
+            file.seek(0)
+            for line in file:
+                obj = decode_line(line)
+                if obj is None:
+                    if file.read(1):
+                        raise self._altered(offset)
+                    self.repaired_bytes = len(line)
+                    os.ftruncate(self._fd, offset)
+                    break
+                try:
+                    self._take(obj, offset, len(line))
+                except (KeyError, TypeError) as error:
+                    form = f"byte {offset} of {self.path} in another form ({error})"
+                    raise HarnessError(f"{self.what}: got {form}, needs schema {SCHEMA}; move the file away") from error
+                offset += len(line)
+        return offset
+
+    def _line_at(self, offset: int, size: int) -> dict[str, Any]:
+        obj = decode_line(os.pread(self._fd, size, offset))
+        if obj is None:
+            raise self._altered(offset)
+        return obj
+
+    def _altered(self, offset: int) -> HarnessError:
+        return HarnessError(f"{self.what}: got an altered line at byte {offset} of {self.path}, needs the file as written; restore it")
+
+    def _append(self, lines: Sequence[bytes]) -> int:
+        """Write in one go and sync; returns the byte at which the first line begins."""
+        start = self._size
+        block = b"".join(lines)
+        if not block:
+            return start
+        try:
+            written = 0
+            while written < len(block):
+                written += os.write(self._fd, memoryview(block)[written:])
+            os.fsync(self._fd)
+        except OSError as error:
+            os.ftruncate(self._fd, start)  # a full disk leaves no half line behind
+            raise HarnessError(f"{self.what}: got {error} while writing {self.path}, needs space; free some and run again") from error
+        self._size = start + len(block)
+        return start
+
+
+class RecordFile(LineFile):
+    """Replies and scores of a run, all of them in memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._replies: dict[ReplyKey, Reply] = {}
+        self._scores: dict[ReplyKey, dict[str, float | None]] = {}
+        super().__init__(path)
 
     # ---- reading ----
     @property
@@ -128,7 +190,7 @@ class RecordFile:
         doubled = [r.key for r in replies if r.key in self._replies]
         if doubled or len({r.key for r in replies}) != len(replies):
             raise HarnessError(f"eval records: got a second reply for {doubled or 'one key'}, needs each key once; this is a bug")
-        self._append([{"kind": "reply", **reply_to_json(reply)} for reply in replies])
+        self._append([encode_line({"kind": REPLY, **reply_to_json(reply)}) for reply in replies])
         self._replies.update({reply.key: reply for reply in replies})
 
     def add_scores(self, scores: Mapping[ReplyKey, Mapping[str, float | None]]) -> None:
@@ -142,57 +204,18 @@ class RecordFile:
                 raise HarnessError(f"eval records: got scores {dict(metrics)} after {known} for {key}, needs one; the task changed")
             if known is None:
                 fresh[key] = dict(metrics)
-        self._append([{"kind": "score", "key": asdict(key), "metrics": metrics} for key, metrics in fresh.items()])
+        self._append([encode_line({"kind": SCORE, "key": asdict(key), "metrics": metrics}) for key, metrics in fresh.items()])
         self._scores.update(fresh)
 
-    def _append(self, objects: Sequence[Mapping[str, Any]]) -> None:
-        if not objects:
-            return
-        block = b"".join(encode_line(obj) for obj in objects)
-        before = os.fstat(self._fd).st_size
-        try:
-            written = 0
-            while written < len(block):
-                written += os.write(self._fd, block[written:])
-            os.fsync(self._fd)
-        except OSError as error:
-            os.ftruncate(self._fd, before)  # a full disk leaves no half line behind
-            raise HarnessError(f"eval records: got {error} while writing {self.path}, needs space; free some and run again") from error
-
     # ---- loading ----
-    def _load(self) -> None:
-        with open(self._fd, "rb", closefd=False) as file:
-            file.seek(0)
-            good_end = 0
-            for number, line in enumerate(file, start=1):
-                obj = decode_line(line)
-                if obj is None:
-                    rest = file.read(1)
-                    if rest:
-                        raise HarnessError(
-                            f"eval records: got an altered line {number} in {self.path}, needs the file as written; restore it"
-                        )
-                    self.repaired_bytes = len(line)
-                    os.ftruncate(self._fd, good_end)
-                    break
-                self._take(obj, number)
-                good_end += len(line)
-
-    def _take(self, obj: Mapping[str, Any], number: int) -> None:
-        try:
-            if obj["kind"] == "reply":
-                reply = reply_from_json(obj)
-                if reply.key in self._replies:
-                    raise HarnessError(
-                        f"eval records: got {reply.key} again in line {number} of {self.path}, needs each key once; restore it"
-                    )
-                self._replies[reply.key] = reply
-            else:
-                self._scores[ReplyKey(**obj["key"])] = dict(obj["metrics"])
-        except (KeyError, TypeError) as error:
-            raise HarnessError(
-                f"eval records: got line {number} of {self.path} in another form ({error}), needs schema {SCHEMA}; move the file away"
-            ) from error
+    def _take(self, obj: Mapping[str, Any], offset: int, size: int) -> None:
+        if obj["kind"] != REPLY:
+            self._scores[ReplyKey(**obj["key"])] = dict(obj["metrics"])
+            return
+        reply = reply_from_json(obj)
+        if reply.key in self._replies:
+            raise HarnessError(f"{self.what}: got {reply.key} again at byte {offset} of {self.path}, needs each key once; restore it")
+        self._replies[reply.key] = reply
 
 
 def encode_line(obj: Mapping[str, Any]) -> bytes:

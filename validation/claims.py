@@ -119,11 +119,11 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         id="C-SERVE-3",
-        sentence="The speed of both servers under one load is measured, with no request lost, and stands in the matrix.",
+        sentence="No load is answered more slowly than by stock; both servers' speed is measured, no request lost, and in the matrix.",
         lane="perf",
         checks=("perf.serving.*",),
         required_in=(),
-        proven_by="the same, with [perf] in validate.toml",
+        proven_by="the same, with bench in [perf] of validate.toml",
     ),
     Claim(
         id="C-PERF-1",

@@ -12,7 +12,8 @@ import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from evals.records import Reply, ReplyKey, digest
+from evals.generation import Request
+from evals.records import Reply
 from evals.serving.client import Endpoint
 from evals.serving.errors import HttpStatus, ServingError, Unreachable
 from validation.core.types import HarnessError
@@ -29,48 +30,23 @@ class WorkerLost(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
-    """One prompt of one item and repeat, with everything that decides its answer.
+class Ask(Request):
+    """A request that goes to a server.
 
     `prompt` is plain text, or with `chat` a JSON list of messages for the server's own chat template. `extra` is a JSON object of further
     request fields (top_k, chat_template_kwargs, …), which go to both sides alike.
     """
 
-    suite: str
-    item: str
-    repeat: int
-    prompt: str
     chat: bool
-    max_new_tokens: int
-    stop: tuple[str, ...] = ()
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
     extra: str = "{}"
 
     @property
     def row(self) -> int:
         return int(self.item)
 
-    def key(self, path: str, fingerprint: str) -> ReplyKey:
-        params = {
-            "max": self.max_new_tokens,
-            "stop": list(self.stop),
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "seed": self.seed,
-            "chat": self.chat,
-            "extra": self.extra,
-        }
-        return ReplyKey(
-            suite=self.suite,
-            item=self.item,
-            repeat=self.repeat,
-            path=path,
-            fingerprint=fingerprint,
-            prompt_hash=digest(self.prompt),
-            params_hash=digest(params),
-        )
+    @property
+    def decoding(self) -> dict[str, Any]:
+        return {**super().decoding, "chat": self.chat, "extra": self.extra}
 
 
 @dataclass(frozen=True, kw_only=True)

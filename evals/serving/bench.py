@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from evals.serving.config import SIDES, TABLE_OF, PerfConfig
+from evals.serving.config import PerfConfig
 from evals.serving.launch import StartFailed
+from evals.serving.names import SIDES, TABLE_OF
 from evals.serving.targets import ServedTarget
 from perf.bench_json import ServeResult, read_serve
 from perf.matrix import CellResult

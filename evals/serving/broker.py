@@ -27,10 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from evals.serving.client import Endpoint
-from evals.serving.config import SIDES, ServingConfig, Side
+from evals.serving.config import ServingConfig, Side
 from evals.serving.errors import ServingError
 from evals.serving.identity import read_facts
 from evals.serving.launch import StartedServer, StartFailed, WrongModel, free_port, log_path, require_model
+from evals.serving.names import SIDES
 from validation.core import jsonio
 from validation.core.settings import Settings
 from validation.core.types import HarnessError

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from evals.serving.broker import config_of
-from evals.serving.config import NANO_SUITES, REAL_SUITES, EvalsConfig
+from evals.serving.config import EvalsConfig
+from evals.serving.names import NANO_SUITES, REAL_SUITES
 from validation.core.settings import Settings
 from validation.core.types import Case, Check, Limit, Measurement
 from validation.core.worker import Refused

@@ -12,6 +12,7 @@ off or is answered with nonsense is an error at once: trying again would hide it
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import random
@@ -19,7 +20,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import anyio.from_thread
 import httpx2
@@ -48,6 +49,17 @@ MAX_PAUSE_S = 30.0
 CONNECT_LIMIT_S = 20.0
 PROBE_LIMIT_S = 30.0
 T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def _blocking(call: Callable[Concatenate[Endpoint, P], Awaitable[T]]) -> Callable[Concatenate[Endpoint, P], T]:
+    """The form of an asynchronous call that waits for its answer, with the same arguments."""
+
+    @functools.wraps(call)
+    def waiting(self: Endpoint, /, *args: P.args, **options: P.kwargs) -> T:
+        return self._wait_for(lambda: call(self, *args, **options))
+
+    return waiting
 
 
 class Endpoint:
@@ -105,7 +117,7 @@ class Endpoint:
         if client is not None:
             await client.aclose()
 
-    def _blocking(self, call: Callable[[], Awaitable[T]]) -> T:
+    def _wait_for(self, call: Callable[[], Awaitable[T]]) -> T:
         if self._portal is None:
             self._portal_context = anyio.from_thread.start_blocking_portal()
             self._portal = self._portal_context.__enter__()
@@ -230,32 +242,15 @@ class Endpoint:
             error.attempts = attempts
             raise
 
-    # ---- the blocking forms ----
-    def health(self, timeout_s: float = PROBE_LIMIT_S, retries: int | None = None) -> None:
-        return self._blocking(lambda: self.health_async(timeout_s, retries))
-
-    def models(self, timeout_s: float = PROBE_LIMIT_S) -> tuple[ModelCard, ...]:
-        return self._blocking(lambda: self.models_async(timeout_s))
-
-    def version(self, timeout_s: float = PROBE_LIMIT_S) -> str:
-        return self._blocking(lambda: self.version_async(timeout_s))
-
-    def metrics(self, timeout_s: float = PROBE_LIMIT_S) -> Metrics:
-        return self._blocking(lambda: self.metrics_async(timeout_s))
-
-    def tokenize(self, text: str, *, add_special_tokens: bool = True, timeout_s: float = PROBE_LIMIT_S) -> tuple[int, ...]:
-        return self._blocking(lambda: self.tokenize_async(text, add_special_tokens=add_special_tokens, timeout_s=timeout_s))
-
-    def tokenize_chat(self, messages: Sequence[Mapping[str, str]], timeout_s: float = PROBE_LIMIT_S) -> tuple[int, ...]:
-        return self._blocking(lambda: self.tokenize_chat_async(messages, timeout_s))
-
-    def completion(self, prompt: str | Sequence[int], **options: Any) -> Reply:
-        """`completion_async`, blocking, with the same options."""
-        return self._blocking(lambda: self.completion_async(prompt, **options))
-
-    def chat(self, messages: Sequence[Mapping[str, str]], **options: Any) -> Reply:
-        """`chat_async`, blocking, with the same options."""
-        return self._blocking(lambda: self.chat_async(messages, **options))
+    # ---- the same, blocking ----
+    health = _blocking(health_async)
+    models = _blocking(models_async)
+    version = _blocking(version_async)
+    metrics = _blocking(metrics_async)
+    tokenize = _blocking(tokenize_async)
+    tokenize_chat = _blocking(tokenize_chat_async)
+    completion = _blocking(completion_async)
+    chat = _blocking(chat_async)
 
     # ---- transport ----
     async def _json(

@@ -14,6 +14,7 @@ import json
 import os
 import random
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -44,6 +45,7 @@ class Setup:
     fault: str
     every: int = 1
     delay_s: float = 5.0  # of `slow`
+    factor: float = 1.5  # of `drag`: times as long as the server behind
     times: int = 3  # of `http_500`: so many answers fail, then none
     after: int = 3  # of `die`: so many requests are answered before
     size: float = 0.5  # of `perturb`: standard deviation in nats
@@ -90,6 +92,14 @@ async def slow(call: Call) -> Response:
     """Answers, but late."""
     await asyncio.sleep(call.setup.delay_s)
     return _relay(await call.forward(call.body))
+
+
+async def drag(call: Call) -> Response:
+    """Takes `factor` times as long as the server behind: no time-out sees it, only times beside stock's."""
+    started = time.perf_counter()
+    reply = await call.forward(call.body)
+    await asyncio.sleep((call.setup.factor - 1) * (time.perf_counter() - started))
+    return _relay(reply)
 
 
 async def hang(call: Call) -> Response:
@@ -190,6 +200,7 @@ FAULTS: dict[str, Callable[[], Callable[[Call], Awaitable[Response]]]] = {
     "truncate": lambda: truncate,
     "empty": lambda: empty,
     "slow": lambda: slow,
+    "drag": lambda: drag,
     "hang": lambda: hang,
     "nan": lambda: nan,
     "swap": Swap,
@@ -280,6 +291,8 @@ class Proxy:
         for name, value in (("delay-s", self.setup.delay_s), ("times", self.setup.times), ("after", self.setup.after)):
             if not 0 <= value < float("inf"):  # nor NaN
                 raise HarnessError(f"{name}: got {value}, needs a number from 0")
+        if not 1 <= self.setup.factor < float("inf"):
+            raise HarnessError(f"factor: got {self.setup.factor}, needs a number from 1")
         if not 0 <= self.setup.size < float("inf"):
             raise HarnessError(f"size: got {self.setup.size}, needs a number from 0")
         self._fault = FAULTS[self.setup.fault]()
@@ -336,12 +349,14 @@ def main(
     port: Annotated[int, typer.Option(help="0 takes a free one, which is printed.")] = 0,
     every: Annotated[int, typer.Option(help="Every so many generation requests one is hit.")] = 1,
     delay_s: Annotated[float, typer.Option(help="Of slow, in seconds.")] = 5.0,
+    factor: Annotated[float, typer.Option(help="Of drag: times as long as the server behind.")] = 1.5,
     times: Annotated[int, typer.Option(help="Of http_500: answers that fail.")] = 3,
     after: Annotated[int, typer.Option(help="Of die: requests answered before.")] = 3,
     size: Annotated[float, typer.Option(help="Of perturb: standard deviation in nats.")] = 0.5,
 ) -> None:
     """Relay to a server, with one fault."""
-    setup = Setup(upstream=upstream.rstrip("/"), fault=fault, every=every, delay_s=delay_s, times=times, after=after, size=size)
+    hit: dict[str, Any] = {"every": every, "delay_s": delay_s, "factor": factor, "times": times, "after": after, "size": size}
+    setup = Setup(upstream=upstream.rstrip("/"), fault=fault, **hit)
     proxy = Proxy(setup)
     bound = listen("127.0.0.1", port)
     ready = {"serving": address_of(bound), "upstream": setup.upstream, "fault": fault}

@@ -23,7 +23,6 @@ from lm_eval.api.model import LM
 from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.filters import build_filter_ensemble
 
-from evals.generation import repeat_seed
 from evals.lm import request_from
 from evals.records import Reply
 from evals.serving.asking import Ask
@@ -129,19 +128,8 @@ class AskBuilder:
         prompt = str(context) if self.chat else _plain(str(context))
         plain = request_from(self.suite, item, repeat, prompt, options, self.base_seed)
         self._check(item, prompt, plain.max_new_tokens, row)
-        return Ask(
-            suite=self.suite,
-            item=item,
-            repeat=repeat,
-            prompt=prompt,
-            chat=self.chat,
-            max_new_tokens=plain.max_new_tokens,
-            stop=plain.stop if self.stop is None else self.stop,
-            temperature=plain.temperature,
-            top_p=plain.top_p,
-            seed=repeat_seed(self.base_seed, self.suite, item, repeat) if plain.temperature > 0 else None,
-            extra=json.dumps(dict(self.extra), sort_keys=True),
-        )
+        asked = vars(plain) if self.stop is None else {**vars(plain), "stop": self.stop}
+        return Ask(**asked, chat=self.chat, extra=json.dumps(dict(self.extra), sort_keys=True))
 
     def _check(self, item: str, prompt: str, max_new_tokens: int, row: int) -> None:
         problem = ""

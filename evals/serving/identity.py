@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from evals.serving.client import Endpoint
-from evals.serving.config import IDENTITY_FIELDS, Side
+from evals.serving.config import Side
 from evals.serving.errors import HttpStatus, Malformed, ServingError
+from evals.serving.names import IDENTITY_FIELDS
 
 PROBE_TEXT = "The 3 quick brown foxes (née «volpes») jump over 13 lazy dogs.\n\tx = {'y': [1.5e-3]}  # 東京 🙂\n"
 PROBE_CHAT = (

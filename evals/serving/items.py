@@ -7,19 +7,14 @@ answers of thirty thousand tokens each cost megabytes, not gigabytes.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
-from evals.records import Reply, ReplyKey, decode_line, digest, encode_line, open_alone, reply_from_json, reply_to_json
+from evals.records import REPLY, SCORE, LineFile, Reply, ReplyKey, digest, encode_line, reply_from_json, reply_to_json
 from validation.core.types import HarnessError
-
-SCORES = "score"
-REPLY = "reply"
 
 
 class _Place(NamedTuple):
@@ -29,36 +24,16 @@ class _Place(NamedTuple):
     answered: bool
 
 
-class ItemStore:
-    """Replies and scores of one suite on one side. One writer at a time, over all processes. Safe from several threads.
+class ItemStore(LineFile):
+    """Replies and scores of one suite on one side. Safe from several threads."""
 
-    Raises HarnessError when the file cannot be written, is in use, or was altered before its last line.
-    """
+    what = "eval items"
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         self._places: dict[str, _Place] = {}
         self._scores: dict[str, dict[str, float | None]] = {}
         self._lock = threading.Lock()
-        self.repaired_bytes = 0
-        self._fd = open_alone(path, "eval items")
-        try:
-            self._size = self._load()
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> ItemStore:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Release the file; a second call does nothing."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        super().__init__(path)
 
     # ---- reading ----
     def __len__(self) -> int:
@@ -79,10 +54,7 @@ class ItemStore:
         place = self._places.get(_name(key))
         if place is None:
             return None
-        obj = decode_line(os.pread(self._fd, place.size, place.offset))
-        if obj is None:
-            raise self._altered(place.offset)
-        return reply_from_json(obj)
+        return reply_from_json(self._line_at(place.offset, place.size))
 
     def scores(self, key: ReplyKey) -> Mapping[str, float | None]:
         """Metrics of a reply (None: no score); empty when it was not scored yet."""
@@ -91,13 +63,7 @@ class ItemStore:
     def replies(self) -> Iterator[Reply]:
         """The latest line of every key, in the order of the file, one at a time."""
         for place in sorted(self._places.values()):
-            obj = decode_line(os.pread(self._fd, place.size, place.offset))
-            if obj is None:
-                raise self._altered(place.offset)
-            yield reply_from_json(obj)
-
-    def _altered(self, offset: int) -> HarnessError:
-        return HarnessError(f"eval items: got an altered line at byte {offset} of {self.path}, needs it as written; restore the file")
+            yield reply_from_json(self._line_at(place.offset, place.size))
 
     # ---- writing ----
     def add(self, replies: Sequence[Reply]) -> None:
@@ -121,25 +87,8 @@ class ItemStore:
                     raise HarnessError(f"eval items: got a score for {key}, needs its reply first; this is a bug")
                 if self._scores.get(_name(key)) != dict(metrics):
                     fresh.append((key, dict(metrics)))
-            self._append([encode_line({"kind": SCORES, "key": asdict(key), "metrics": metrics}) for key, metrics in fresh])
+            self._append([encode_line({"kind": SCORE, "key": asdict(key), "metrics": metrics}) for key, metrics in fresh])
             self._scores.update({_name(key): metrics for key, metrics in fresh})
-
-    def _append(self, lines: Sequence[bytes]) -> int:
-        """Write and sync; returns the place of the first line."""
-        start = self._size
-        if not lines:
-            return start
-        block = b"".join(lines)
-        try:
-            written = 0
-            while written < len(block):
-                written += os.write(self._fd, memoryview(block)[written:])
-            os.fsync(self._fd)
-        except OSError as error:
-            os.ftruncate(self._fd, start)  # a full disk leaves no half line behind
-            raise HarnessError(f"eval items: got {error} while writing {self.path}, needs space; free some and run again") from error
-        self._size = start + len(block)
-        return start
 
     def _note(self, key: ReplyKey, offset: int, size: int, answered: bool) -> None:
         before = self._places.get(_name(key))
@@ -147,35 +96,14 @@ class ItemStore:
         self._places[_name(key)] = _Place(offset, size, failures, answered)
 
     # ---- loading ----
-    def _load(self) -> int:
-        """Index the file; returns its size after a torn last line was cut off."""
-        offset = 0
-        with open(self._fd, "rb", closefd=False) as file:
-            file.seek(0)
-            for line in file:
-                obj = decode_line(line)
-                if obj is None:
-                    if file.read(1):
-                        raise self._altered(offset)
-                    self.repaired_bytes = len(line)
-                    os.ftruncate(self._fd, offset)
-                    break
-                self._take(obj, offset, len(line))
-                offset += len(line)
-        return offset
-
     def _take(self, obj: Mapping[str, Any], offset: int, size: int) -> None:
-        try:
-            key = ReplyKey(**obj["key"])
-            if obj["kind"] == SCORES:
-                self._scores[_name(key)] = dict(obj["metrics"])
-                return
-            answered = obj["text"] is not None
-        except (KeyError, TypeError) as error:
-            raise HarnessError(f"eval items: got byte {offset} of {self.path} in another form ({error}); move the file away") from error
+        key = ReplyKey(**obj["key"])
+        if obj["kind"] == SCORE:
+            self._scores[_name(key)] = dict(obj["metrics"])
+            return
         if self.answered(key):
-            raise HarnessError(f"eval items: got {key} again in {self.path}, needs each answer once; restore the file")
-        self._note(key, offset, size, answered)
+            raise HarnessError(f"{self.what}: got {key} again in {self.path}, needs each answer once; restore the file")
+        self._note(key, offset, size, obj["text"] is not None)
 
 
 def _name(key: ReplyKey) -> str:

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from evals.serving.config import IDENTITY_FIELDS, SIDES
 from evals.serving.counters import Growth, acceptance_of, acceptance_tables
 from evals.serving.identity import compare, refusals
 from evals.serving.launch import StartFailed
+from evals.serving.names import IDENTITY_FIELDS, SIDES
 from evals.serving.path_proof import probe, proof_table, shown_by_stock, signs_of
 from evals.serving.targets import Link, Live
 from validation.core.types import Measurement

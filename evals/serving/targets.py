@@ -13,9 +13,10 @@ from typing import Any
 
 from evals.serving.broker import BrokerClient, config_of
 from evals.serving.client import Endpoint
-from evals.serving.config import SIDES, ServingConfig, Side
+from evals.serving.config import ServingConfig, Side
 from evals.serving.identity import compare, refusals
 from evals.serving.launch import StartFailed
+from evals.serving.names import SIDES
 from validation.core import jsonio
 from validation.core.settings import Settings
 from validation.core.types import Case, HarnessError
@@ -119,8 +120,9 @@ class ServedTarget:
         """Raises StartFailed with the cause."""
         return self.link.up(self.role, fresh=fresh)
 
-    def endpoint(self, base_url: str, *, timeout_s: float, retries: int = 4) -> Endpoint:
-        return Endpoint(base_url, model=self.side.name, api_key_env=self.side.api_key_env, timeout_s=timeout_s, retries=retries)
+    def endpoint(self, base_url: str, *, timeout_s: float, retries: int = 4, max_connections: int = 256) -> Endpoint:
+        options: dict[str, Any] = {"timeout_s": timeout_s, "retries": retries, "max_connections": max_connections}
+        return Endpoint(base_url, model=self.side.name, api_key_env=self.side.api_key_env, **options)
 
 
 class ServedTargets:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -24,3 +27,18 @@ def vllm_cpu() -> None:
         ready()
     except Unavailable as reason:
         pytest.skip(f"vLLM for CPUs is not to be had here: {reason}")
+
+
+@pytest.fixture(scope="session")
+def ray_installed() -> None:
+    """Ray for this process and for the workers it starts; the test is skipped with the reason where it cannot be had."""
+    from tests.serving.vllm_environment import Unavailable, ray_ready
+
+    if importlib.util.find_spec("ray") is not None:
+        return
+    try:
+        folder = str(ray_ready())
+    except Unavailable as reason:
+        pytest.skip(f"Ray is not to be had here: {reason}")
+    sys.path.append(folder)
+    os.environ["PYTHONPATH"] = os.pathsep.join(word for word in (os.environ.get("PYTHONPATH", ""), folder) if word)

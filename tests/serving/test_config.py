@@ -7,7 +7,8 @@ import tomllib
 
 import pytest
 
-from evals.serving.config import NANO_SUITES, ServingConfig, read_config
+from evals.serving.config import ServingConfig, read_config
+from evals.serving.names import NANO_SUITES
 from evals.serving.template import init
 from validation.core import jsonio
 from validation.core.toml_lines import KeyLines

@@ -44,6 +44,10 @@ windows = 1
 text = "chat"
 neighbours = 2
 restart = false
+[perf]
+waves = 12
+prompt_tokens = 64
+new_tokens = 24
 """
 SIDE = 'model = "nano-k3"\nrevision = "main"\nquantization = "none"\ntensor_parallel = 1\nstartup_timeout_s = 60\nstop_timeout_s = 5'
 
@@ -92,6 +96,26 @@ def test_a_server_that_dies_is_named_and_the_rest_is_asked_again(server: Served,
     assert values["candidate_deaths"] >= 1, text
     assert values["stock_deaths"] == 0, text
     assert "the engine died" in text or "exit code 17" in text
+    assert code == 1
+
+
+def test_a_candidate_that_takes_half_as_long_again_fails_the_perf_lane(server: Served, tmp_path: Path) -> None:
+    """No time-out is near; the same server behind a proxy without a fault is the control."""
+    sound, slow = tmp_path / "sound", tmp_path / "slow"
+    sound.mkdir()
+    slow.mkdir()
+    code, records = run(server, sound, "perf", "none")
+    for concurrency in (1, 8):
+        values, text = of(records, "perf.serving.request_times", concurrency=concurrency)
+        assert values["slowdown_low"] <= 0.03, text
+        assert values["lost_requests"] == 0
+    assert code == 2  # no bench was asked for
+    code, records = run(server, slow, "perf", "drag", "--factor", "1.5")
+    for concurrency in (1, 8):
+        values, text = of(records, "perf.serving.request_times", concurrency=concurrency)
+        assert values["slowdown_low"] > 0.03, text
+        assert 1.3 < values["request_time_ratio"] < 1.7, text
+        assert "slower than stock" in text
     assert code == 1
 
 

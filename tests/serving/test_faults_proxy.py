@@ -62,6 +62,13 @@ def test_slow_answers_are_late_and_right(server: Served, right: dict) -> None:  
         assert time.monotonic() - began > 1.0
 
 
+def test_a_dragging_server_takes_its_factor_and_answers_rightly(server: Served, right: dict) -> None:  # type: ignore[type-arg]
+    with faulty(server.url, "slow", delay_s=0.3) as behind, faulty(behind.url, "drag", factor=3.0) as proxied:
+        began = time.monotonic()
+        assert choice(ask(proxied.url)) == right
+        assert 0.9 < time.monotonic() - began < 3.0
+
+
 def test_a_hung_request_leaves_the_rest_alone(server: Served) -> None:
     with faulty(server.url, "hang") as proxied:
         with httpx.Client(timeout=0.5) as client, pytest.raises(httpx.ReadTimeout):
@@ -125,7 +132,7 @@ def test_the_command_dies_in_the_middle(server: Served) -> None:
 
 
 def test_what_is_no_fault_is_one_sentence() -> None:
-    assert len(FAULTS) == 13
+    assert len(FAULTS) == 14
     with pytest.raises(HarnessError, match="needs one of"):
         Proxy(Setup(upstream="http://127.0.0.1:1", fault="gremlin"))
     with pytest.raises(HarnessError, match="at least 1"):
@@ -143,6 +150,7 @@ def test_a_server_behind_that_is_gone_is_a_502() -> None:
         ({"upstream": "ftp://a"}, "upstream"),
         ({"fault": "slow", "delay_s": -3.0}, "delay-s"),
         ({"fault": "slow", "delay_s": math.nan}, "delay-s"),
+        ({"fault": "drag", "factor": 0.5}, "factor"),
         ({"fault": "die", "after": -1}, "after"),
         ({"fault": "perturb", "size": math.inf}, "size"),
     ],

@@ -1,7 +1,6 @@
 """Replicas, client processes, Ray and hosts: the merged report is the same file, and a lost worker costs only what it carried."""
 
 import asyncio
-import importlib.util
 import json
 import os
 import signal
@@ -28,7 +27,6 @@ from canned import CannedServer, Script
 from suite_parts import gsm8k, plan, policy, side
 
 pytestmark = pytest.mark.timeout(180)
-needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 
 
 @pytest.fixture
@@ -217,9 +215,8 @@ def test_ray_absent_is_one_clear_error(monkeypatch):
         asyncio.run(carry((Replica(base_url="http://127.0.0.1:9", model="m"),), 1, workers=1, ray="local"))
 
 
-@needs_ray
 @pytest.mark.serving
-def test_ray_gives_the_same_report_and_survives_a_lost_worker(data, tmp_path):
+def test_ray_gives_the_same_report_and_survives_a_lost_worker(ray_installed, data, tmp_path):
     answers = gsm8k(data, 60)
     with CannedServer(Script(answers=answers, accuracy=0.8, latency=(0.0, 0.01))) as a, CannedServer(Script(latency=(0.05, 0.1))) as b:
         single = run([a], [a], tmp_path / "one")

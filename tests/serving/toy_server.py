@@ -1,6 +1,7 @@
 """A stand-in model behind OpenAI-compatible routes, fast enough to run whole suites in a test.
 
     python toy_server.py --port N [--mode good|worse|noisy|nan|unforced|speculative] [--path specialized|stock] [--dies-after N]
+                       [--seconds S]
 
 It answers the items of the nano suites from their own data, most of them rightly, always the same ones; its distributions depend on the
 last few tokens, plus a small noise that depends on how the request was computed, as a real server's rounding does.
@@ -13,6 +14,7 @@ import hashlib
 import json
 import os
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -121,6 +123,7 @@ class Handler(BaseHTTPRequestHandler):
                 print("engine core died", flush=True)
                 os._exit(9)
         try:
+            time.sleep(toy.options.seconds)
             self._send(toy.completion(request), 200)
         finally:
             with toy.lock:
@@ -143,6 +146,7 @@ def main() -> None:
     parser.add_argument("--path", default="stock")
     parser.add_argument("--dtype", default="")
     parser.add_argument("--dies-after", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=0.0, help="that each answer takes at least")
     Handler.toy = Toy(parser.parse_args())
     print(f"decoding on the {Handler.toy.options.path} path", flush=True)
     server = ThreadingHTTPServer(("127.0.0.1", Handler.toy.options.port), Handler)

