@@ -1,4 +1,5 @@
-"""`python -m perf matrix | compare`: the speed matrix from what is published and modelled, and two sets of evidence cell by cell.
+"""`python -m perf matrix | workload | compare`: the speed matrix from what is published and modelled, a long prompt on the nano engine as a
+raw record, and two sets of evidence cell by cell.
 
 Exit codes: 0 pass, 1 fail, 2 not proven, 3 the program could not work. The last line on stdout is one JSON object.
 """
@@ -7,14 +8,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from kimi_k3_decode.config import Unsupported
+from perf.sweep import Part, run_parts
 from validation.core import jsonio
 from validation.core.settings import PROJECT_ROOT
+from validation.core.store import write_atomically
 from validation.core.types import EXIT_CODES, EXIT_HARNESS_ERROR, HarnessError
+
+MOST_TOKENS = 1 << 17  # a prompt of the matrix's longest context; its prefill alone takes hours of one core
 
 
 class _Parser(argparse.ArgumentParser):
@@ -22,6 +28,12 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise HarnessError(f"{self.prog}: {message}; `{self.prog} --help` shows what there is")
+
+
+def _tokens(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= MOST_TOKENS:
+        raise argparse.ArgumentTypeError(f"got {text!r}, needs a whole number from 1 to {MOST_TOKENS}")
+    return int(text)
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -38,12 +50,16 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--server", action="append", nargs=2, metavar=("CELL", "JSON"), default=[], help="a `vllm bench` result of a cell id"
     )
     matrix.add_argument(
-        "--prompt-tokens",
-        type=int,
-        help="mixed prefill on the nano engine with prompts this long; 32768 takes minutes (default: short ones)",
+        "--prompt-tokens", type=_tokens, help="add a prompt this long to the workloads; 32768 takes ten minutes (default: short ones only)"
     )
     matrix.add_argument("--state", type=Path, help="folder that keeps finished parts, so that a stopped sweep continues")
     matrix.add_argument("--ray-address", help="run the sweep's parts on a Ray cluster (or `local`) instead of local processes")
+    workload = commands.add_parser(
+        "workload", help="a long prompt that arrives while another user decodes, as a raw record (32768 tokens: ten minutes of one core)"
+    )
+    workload.add_argument("out", type=Path, help="folder of cpu_workloads.jsonl and digests.json, for `fasttrack publish`")
+    workload.add_argument("--prompt-tokens", type=_tokens, default=32768, help="of the prompt that arrives (default: 32768)")
+    workload.add_argument("--candidate", default="specialized", help="what is timed against stock")
     compare = commands.add_parser(
         "compare", help="per cell ratio of two run folders; a slow-down beyond the policy's margin fails (seconds)"
     )
@@ -57,7 +73,6 @@ def matrix(asked: argparse.Namespace) -> int:
     from perf.build import GPUS_SHOWN, build, counts, write
     from perf.cpu_engine import PAIRS, SHAPES
     from perf.servers import read_cell
-    from perf.sweep import Part, run_parts
 
     parts = [
         Part(name="acceptance", function="perf.cpu_engine:measured_acceptance", arguments={"candidate": asked.candidate}, limit_s=60.0)
@@ -70,10 +85,7 @@ def matrix(asked: argparse.Namespace) -> int:
     replay = {"candidate": asked.candidate}
     parts.append(Part(name="workloads", function="perf.workloads:measure", arguments=replay, limit_s=90.0))
     if asked.prompt_tokens is not None:
-        if asked.prompt_tokens < 1:
-            raise HarnessError(f"prompt-tokens: got {asked.prompt_tokens}, needs at least 1")
-        long = {**replay, "prompt_tokens": asked.prompt_tokens, "pairs": 3}
-        parts.append(Part(name="long", function="perf.workloads:measure", arguments=long, limit_s=120.0 + 0.2 * asked.prompt_tokens))
+        parts.append(_long(asked))
     done = {} if asked.no_engine else run_parts(parts, state=asked.state, processes=1, ray_address=asked.ray_address)
     problems = [f"{name}: {outcome.reason}" for name, outcome in done.items() if outcome.outcome != "measured"]
     value = {name: outcome.value for name, outcome in done.items() if outcome.outcome == "measured"}
@@ -89,6 +101,33 @@ def matrix(asked: argparse.Namespace) -> int:
         print(problem, file=sys.stderr)
     print(jsonio.dumps({"verdict": "made", "counts": counts(made), "problems": problems, "report": str(paths["md"])}), flush=True)
     return 0
+
+
+def _long(asked: argparse.Namespace) -> Part:
+    arguments = {"candidate": asked.candidate, "prompt_tokens": asked.prompt_tokens}
+    return Part(name="long", function="perf.workloads:measure", arguments=arguments, limit_s=120.0 + 0.2 * asked.prompt_tokens)
+
+
+def workload(asked: argparse.Namespace) -> int:
+    """One raw record and this checkout's digests. Exit code 0 measured, 1 objected to, 3 not measured at all."""
+    from perf.workloads import record
+    from validation.freshness import digests
+
+    began = time.monotonic()
+    outcome = run_parts([_long(asked)])["long"]
+    if outcome.outcome != "measured":
+        raise HarnessError(f"workload: got {outcome.reason}, needs an answer of both sides")
+    made = record(outcome.value) | {"seconds": round(time.monotonic() - began, 1)}
+    folder: Path = asked.out
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HarnessError(f"workload: got {error}, needs a writable folder {folder}") from error
+    write_atomically(folder / "digests.json", jsonio.dumps(digests.current()).encode())
+    write_atomically(folder / "cpu_workloads.jsonl", jsonio.dumps(made).encode() + b"\n")
+    verdict = "refused" if made.get("reasons") else "measured"
+    print(jsonio.dumps({"verdict": verdict, "record": str(folder / "cpu_workloads.jsonl"), "reasons": made.get("reasons", [])}), flush=True)
+    return 1 if made.get("reasons") else 0
 
 
 def compare(asked: argparse.Namespace) -> int:
@@ -107,7 +146,7 @@ def compare(asked: argparse.Namespace) -> int:
 def main(argv: Sequence[str]) -> int:
     try:
         asked = _arguments(argv)
-        return {"matrix": matrix, "compare": compare}[asked.command](asked)
+        return {"matrix": matrix, "workload": workload, "compare": compare}[asked.command](asked)
     except (HarnessError, Unsupported) as error:
         print(f"error: {error}", file=sys.stderr)
         print(jsonio.dumps({"verdict": "error", "error": str(error)}), flush=True)

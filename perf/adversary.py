@@ -43,13 +43,15 @@ DeviceState = Callable[[], Mapping[str, Any]]
 class Workload:
     """What both sides are asked: `inputs(seed)` fresh each time, `oracle(inputs)` in high precision, and how close a reply must be.
 
-    `error_limit` bounds ||out - ref|| / ||ref|| per checked row, for each output; rows are the first axis.
+    `error_limit` bounds ||out - ref|| / ||ref|| per checked row, for each output; rows are the first axis. `requests`: how many belong
+    together, such as the turns of a conversation; each of them is then asked of stock first every other time.
     """
 
     inputs: Callable[[int], Arrays]
     oracle: Callable[[Arrays], Arrays]
     error_limit: float
     rows_checked: int = 4
+    requests: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +236,7 @@ def compare(
     for number in range(pairs):
         inputs = workload.inputs(int(rng.integers(1 << 62)))
         reference = workload.oracle(inputs)
-        for name in ("stock", "candidate") if number % 2 == 0 else ("candidate", "stock"):
+        for name in ("stock", "candidate") if sum(divmod(number, workload.requests)) % 2 == 0 else ("candidate", "stock"):
             watches[name].timed(inputs, reference)
             if number % 5 == 0:
                 idle[name].append(watches[name].subject.idle_share())

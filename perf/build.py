@@ -26,7 +26,7 @@ from perf.model import (
     PUBLISHED as PUBLISHED_BY_OTHERS,
 )
 from perf.model import Assumptions, cell_floor, fit_assumptions, memory_refusal, project, project_draft_us
-from perf.published import OURS, STOCK, PublishedCells, launch_fits, read_published
+from perf.published import OURS, STOCK, PublishedCells, launch_fits, published_workloads, read_published
 from validation.core import jsonio
 from validation.core.store import write_atomically
 from validation.core.types import HarnessError
@@ -68,6 +68,7 @@ def build(
     for name in gpus:
         gpu(name)
     layers = published or read_published()
+    kept = () if published else published_workloads()
     assumptions, why = _assumptions(layers)
     steps = tuple(_step(cell, assumptions, why) for name in gpus for cell in enumerate_cells(gpu=name))
     return Matrix(
@@ -79,7 +80,7 @@ def build(
         engine_rows=tuple(engine_rows),
         acceptance=acceptance or {},
         servers=tuple(servers),
-        workloads=tuple(workloads),
+        workloads=(*workloads, *kept),
     )
 
 

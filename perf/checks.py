@@ -189,6 +189,12 @@ def workloads(case: Case, targets: Mapping[str, Target]) -> Found:
         for key, value in values.items()
     ]
     measurements += [
+        Measurement(name=f"{name}.{key}", value=row[key], unit="time ratio")
+        for name, row in rows.items()
+        for key in ("speed_up", "speed_up_low", "speed_up_high", "decode_speed_up", "decode_speed_up_low", "decode_speed_up_high")
+        if key in row
+    ]
+    measurements += [
         _count("objections", sum(len(row["reasons"]) for row in rows.values())),
         _count("pairs", min(row["pairs"] for row in rows.values())),
         _count("decoded_tokens", min(row["decoded_tokens"] for row in rows.values())),

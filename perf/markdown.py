@@ -273,26 +273,32 @@ def _engine(matrix: Matrix) -> list[dict[str, Any]]:
 def workload_table(found: Mapping[str, Any]) -> dict[str, Any]:
     """Mixed prefill and the agentic trace on the nano engine, both sides; a multiplier beside all that it depends on."""
     rows: Rows = []
-    for name, what in (("mixed_prefill", "prefill and decode, end to end"), ("agentic", "turns, end to end")):
+    for name in ("mixed_prefill", "agentic"):
         row = found.get(name)
         if row is None:
             continue
-        ratio = f"{row['speed_up']:.2f} ({row['speed_up_low']:.2f}–{row['speed_up_high']:.2f}), {what}" if "speed_up" in row else "–"
+        told = (("speed_up", "end to end"), ("decode_speed_up", "decode alone"))
+        ratios = [f"{row[key]:.2f} ({row[f'{key}_low']:.2f}–{row[f'{key}_high']:.2f}) {what}" for key, what in told if key in row]
+        ratio = "; ".join(ratios) or "–"
         settings = _workload_settings(row)
+        evidence = found.get("evidence", "this run")
         for side in ("stock", "candidate"):
             values = row["sides"].get(side, {})
             rates = [_short(values.get(k)) for k in ("decode_alone_tokens_per_s", "end_to_end_tokens_per_s", "p90_tokens_per_s_per_user")]
-            rows.append([name, side, *rates, ratio if side == "candidate" else "", settings, "; ".join(row["reasons"]) or "none"])
+            rows.append([name, side, *rates, ratio if side == "candidate" else "", settings, "; ".join(row["reasons"]) or "none", evidence])
     known = found["conditions"]
     versions = ", ".join(f"{k} {v}" for k, v in dict(known["versions"]).items())
     note = (
         f"cpu_engine: the nano model by contract execution, candidate {found['candidate']}; {known['hardware']}, both sides alike; "
         f"{known['date']}; {versions}. Each side in a process of its own, fresh inputs, every timed reply checked. Decode alone is the "
-        "trace less its prefill, timed by itself. P90: nine turns in ten reach this rate for their user, waiting and prefill counted."
+        "time of the requests that only decode. P90: nine turns in ten reach this rate for their user, waiting and prefill counted."
     )
     columns = ("workload", "side", "decode alone, tok/s", "end to end, tok/s", "P90 interactivity, tok/s a user", "stock over candidate",
-               "settings", "objections")  # fmt: skip
-    return table("Workloads beside pure decode", columns, rows, note)
+               "settings", "objections", "evidence")  # fmt: skip
+    title = "Workloads beside pure decode" + (
+        "" if "agentic" in found else f": a prompt of {found['mixed_prefill']['prompt_tokens']} tokens"
+    )
+    return table(title, columns, rows, note)
 
 
 def _workload_settings(row: Mapping[str, Any]) -> str:

@@ -31,6 +31,7 @@ from validation.policy import Policy, load_policy
 
 CASE = re.compile(r"k3-tp(?P<tp>\d+)-r(?P<rows>\d+)-q(?P<q>\d+)(?P<again>-again)?$")
 PROFILE = re.compile(r"k3-tp(?P<tp>\d+)-r(?P<rows>\d+)-alone$")
+WORKLOADS = "published.cpu_workloads"
 ERROR_FLOOR = 2e-6  # of a relative error, where the BF16 reference is exact
 OURS, STOCK = "latency_specialized", "auto"
 
@@ -150,6 +151,25 @@ def read_published(root: Path = PUBLISHED) -> PublishedCells:
     measured = [r for r in kept if r.outcome == "measured"]
     points = {b: tuple(_point(r) for r in measured if r.cell.backend == b and r.cell.q == 1) for b in (OURS, STOCK)}
     return PublishedCells(results=kept, launches=tuple(launches), points=points, gpu=measured[0].cell.gpu if measured else None)
+
+
+def published_workloads(root: Path = PUBLISHED) -> tuple[dict[str, Any], ...]:
+    """Workloads of the nano engine that take too long for every run, each with its evidence id; a stale one has its reasons and no numbers.
+    The newest record of a case counts. Raises HarnessError when a run cannot be read."""
+    if not published_runs(root):
+        return ()
+    reasons = {cell.evidence: cell.reasons for cell in freshness(root).cells}
+    found = {}
+    for record in (record for folder in published_runs(root) for record in read_evidence(folder)):
+        told = record.details.get("workload")
+        if record.check != WORKLOADS or not isinstance(told, Mapping) or record.id not in reasons:
+            continue
+        row = dict(told["mixed_prefill"])
+        if reasons[record.id]:
+            row |= {"sides": {}, "reasons": [*row["reasons"], *(f"stale: {reason}" for reason in reasons[record.id])]}
+            row = {name: value for name, value in row.items() if "speed_up" not in name}
+        found[str(record.details.get("case"))] = {**told, "mixed_prefill": row, "evidence": record.id}
+    return tuple(found.values())
 
 
 def _stale_layer(

@@ -1,18 +1,19 @@
 """The two workloads beside pure decode as subjects of adversarial timing: one request, one answer that can be checked.
 
-mixed     users arrive one after the other with a long prompt; those who are there decode `between` steps after each arrival, all of them
-          `after` at the end. With no step at all the request is the prefill alone.
-agentic   one turn of a conversation: the output of a tool is prefilled behind what there is, then an answer is decoded. A subject may keep
-          its caches from one turn to the next; a turn whose history it does not hold is prefilled from the start.
+mixed     users arrive one after the other with a prompt, and those who are there decode in between. A request is one stretch of it: an
+          arrival's prefill, or some decode steps of everyone. So decode alone is timed by itself, and end to end is the sum of a trace.
+agentic   one turn of a conversation: the output of a tool is prefilled behind what there is, then an answer is decoded.
 
-Tokens are given, not chosen, so that both sides do the same work and a reply can be compared with the oracle's: logits [U, V] of each
-user's last token. Prefill is stock's on both sides.
+A subject may keep its caches from one request to the next; what it does not hold is prefilled from the start, in the time of that request.
+Tokens are given, not chosen, so that both sides do the same work and a reply can be compared with the oracle's: logits [U, V] of the last
+token of each user that the request touched. Tokens of later requests are not in it. Prefill is stock's on both sides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,26 +30,60 @@ Run = Callable[[Arrays], dict[str, np.ndarray]]
 
 @dataclass(frozen=True, kw_only=True)
 class Mixed:
+    """`between` decode steps of everyone behind each arrival but the last, then `after` of them in each of `stretches` requests."""
+
     users: int = 3
     prompt_tokens: int = 128
     between: int = 4
     after: int = 8
+    stretches: int = 1
     earlier_prompt_tokens: int | None = None  # of all arrivals but the last; None: as long as the last one's
 
     @property
     def decoded_tokens(self) -> int:
-        """Over all users: each arrival but the last is followed by `between` steps of those who are there."""
-        return self.between * sum(range(1, self.users)) + self.after * self.users
+        """Over all users of one trace."""
+        return self.between * sum(range(1, self.users)) + self.stretches * self.after * self.users
 
-    def inputs(self, seed: int) -> dict[str, np.ndarray]:
-        rng = np.random.default_rng(seed)
-        longest = self.between * (self.users - 1) + self.after
-        return {
-            "prompts": rng.integers(4, NANO.vocab_size, size=(self.users, self.prompt_tokens)),
-            "decode": rng.integers(4, NANO.vocab_size, size=(self.users, longest)),
-            "steps": np.array([self.between, self.after]),
-            "lengths": np.array([self.earlier_prompt_tokens or self.prompt_tokens] * (self.users - 1) + [self.prompt_tokens]),
-        }
+    @property
+    def decodes(self) -> tuple[bool, ...]:
+        """For each request of a trace whether it decodes; the others are arrivals."""
+        return (False, True) * (self.users - 1) + (False,) + (True,) * self.stretches
+
+    def lengths(self) -> list[list[int]]:
+        """Cached tokens of each user before the first request and behind each request of a trace."""
+        earlier = self.earlier_prompt_tokens or self.prompt_tokens
+        now = [0] * self.users
+        found = [list(now)]
+        for user in range(self.users):
+            last = user == self.users - 1
+            now[user] = self.prompt_tokens if last else earlier
+            found.append(list(now))
+            for _ in range(self.stretches if last else 1):
+                now = [n + (self.after if last else self.between) * (n > 0) for n in now]
+                found.append(list(now))
+        return found
+
+    def requests(self) -> Callable[[int], dict[str, np.ndarray]]:
+        """`inputs(seed)` of an endless run of traces: each call is the next request, the first of a trace on fresh tokens.
+
+        tokens int64 [U, N] of each user up to the end of the request, zeros behind; before, after [U] cached tokens; room, for all.
+        """
+        lengths = np.array(self.lengths())
+
+        def traces() -> Generator[Any, int, None]:
+            answer: Any = None
+            while True:
+                tokens: np.ndarray = np.empty(0)
+                for before, after in pairwise(lengths):
+                    seed = yield answer
+                    if not before.any():
+                        tokens = np.random.default_rng(seed).integers(4, NANO.vocab_size, size=(self.users, lengths[-1].max()))
+                    given = np.where(np.arange(after.max()) < after[:, None], tokens[:, : after.max()], 0)
+                    answer = {"tokens": given, "before": before, "after": after, "room": lengths[-1].max(keepdims=True)}
+
+        made = traces()
+        next(made)
+        return lambda seed: made.send(seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +94,12 @@ class Agentic:
     answer_tokens: int = 8
 
     def requests(self) -> Callable[[int], dict[str, np.ndarray]]:
-        """`inputs(seed)` of an endless run of conversations: each call is the next turn, the first of a conversation on fresh tokens."""
-        made = self._turns()
-        return lambda seed: made.send(seed)
+        """`inputs(seed)` of an endless run of conversations: each call is the next turn, the first of a conversation on fresh tokens.
 
-    def _turns(self) -> Any:
+        history int64 [U, N] with the tool's output, its last `tool` tokens; answer [U, A]; turn; room for the whole conversation.
+        """
+        fixed = {"tool": np.array([self.tool_tokens]), "room": np.array([self.turns * (self.tool_tokens + self.answer_tokens)])}
+
         def turns() -> Generator[Any, int, None]:
             answer: Any = None
             while True:
@@ -73,12 +109,12 @@ class Agentic:
                     rng = np.random.default_rng([seed, turn])
                     tool, said = (rng.integers(4, NANO.vocab_size, size=(self.users, n)) for n in (self.tool_tokens, self.answer_tokens))
                     history = np.concatenate([history, tool], axis=1)
-                    answer = {"history": history, "answer": said, "turn": np.array([turn]), "turns": np.array([self.turns])}
+                    answer = {"history": history, "answer": said, "turn": np.array([turn]), **fixed}
                     history = np.concatenate([history, said], axis=1)
 
         made = turns()
         next(made)
-        return made
+        return lambda seed: made.send(seed)
 
 
 class _Replay:
@@ -86,15 +122,15 @@ class _Replay:
 
     def __init__(self, path: Any, prefiller: StockPath, dtype: torch.dtype) -> None:
         self.path, self.prefiller, self.dtype = path, prefiller, dtype
-        self.held: tuple[Caches, np.ndarray] | None = None  # caches of a conversation, and the tokens in them
+        self.held: tuple[Caches, list[np.ndarray]] | None = None  # caches of a trace or conversation, and each user's tokens in them
 
     def __call__(self, inputs: Arrays) -> dict[str, np.ndarray]:
         with torch.inference_mode():
             logits_UV = self._agentic(inputs) if "history" in inputs else self._mixed(inputs)
         return {"logits": logits_UV.float().numpy()}
 
-    def _prefill(self, caches: Caches, tokens_UN: np.ndarray, users: list[int]) -> torch.Tensor:
-        return self.prefiller.prefill(tokens_UN.tolist(), caches, users).logits_RV
+    def _prefill(self, caches: Caches, tokens: list[np.ndarray], users: list[int]) -> torch.Tensor:
+        return self.prefiller.prefill([one.tolist() for one in tokens], caches, users).logits_RV
 
     def _step(self, caches: Caches, tokens_U: np.ndarray, users: list[int]) -> torch.Tensor:
         output = self.path.step(caches.batch([[int(token)] for token in tokens_U], users), caches)
@@ -102,40 +138,40 @@ class _Replay:
         return output.logits_BQV[:, 0]
 
     def _mixed(self, inputs: Arrays) -> torch.Tensor:
-        prompts, decode = inputs["prompts"], inputs["decode"]
-        between, after = (int(n) for n in inputs["steps"])
-        n_users = len(prompts)
-        caches = Caches.allocate(NANO, n_users, prompts.shape[1] + decode.shape[1] + 1, 1, self.dtype)
-        last: dict[int, torch.Tensor] = {}
-        done = [0] * n_users
-        for user in range(n_users):
-            last[user] = self._prefill(caches, prompts[user : user + 1, : int(inputs["lengths"][user])], [user])[0]
-            here = list(range(user + 1))
-            for _ in range(between if user < n_users - 1 else after):
-                rows = self._step(caches, np.array([decode[u, done[u]] for u in here]), here)
-                last.update(zip(here, rows, strict=True))
-                done = [n + (u in here) for u, n in enumerate(done)]
-        return torch.stack([last[user] for user in range(n_users)])
+        tokens, before, after = (np.array(inputs[name]) for name in ("tokens", "before", "after"))
+        history = [row[:n] for row, n in zip(tokens, before, strict=True)]
+        caches = self._caches(history, int(inputs["room"][0]) + 1)
+        arrived = [int(user) for user in np.flatnonzero((before == 0) & (after > 0))]
+        if arrived:
+            rows = self._prefill(caches, [tokens[user, : after[user]] for user in arrived], arrived)
+        else:
+            users = [int(user) for user in np.flatnonzero(before)]
+            for step in range(int((after - before).max())):
+                rows = self._step(caches, tokens[users, before[users] + step], users)
+        self.held = (caches, [row[:n] for row, n in zip(tokens, after, strict=True)])
+        return rows
+
+    def _caches(self, history: list[np.ndarray], room: int) -> Caches:
+        """Caches that hold each user's tokens `history`: those at hand where they are these, else new ones, prefilled."""
+        if self.held is not None and any(map(len, history)) and len(self.held[1]) == len(history):
+            caches, tokens = self.held
+            if all(np.array_equal(there, one) for there, one in zip(tokens, history, strict=True)):
+                return caches
+        caches = Caches.allocate(NANO, len(history), room, 1, self.dtype)
+        there = [user for user, one in enumerate(history) if len(one)]
+        if there:
+            self._prefill(caches, [history[user] for user in there], there)
+        return caches
 
     def _agentic(self, inputs: Arrays) -> torch.Tensor:
         history, answer = np.array(inputs["history"]), np.array(inputs["answer"])
-        n_users, users = len(history), list(range(len(history)))
-        caches, there = self._conversation(history, answer, int(inputs["turns"][0]), int(inputs["turn"][0]))
-        rows = self._prefill(caches, history[:, there:], users)
+        tool, users = int(inputs["tool"][0]), list(range(len(history)))
+        caches = self._caches([row[:-tool] for row in history], int(inputs["room"][0]) + 1)
+        rows = self._prefill(caches, [row[-tool:] for row in history], users)
         for place in range(answer.shape[1]):
             rows = self._step(caches, answer[:, place], users)
-        self.held = (caches, np.concatenate([history, answer], axis=1))
-        return rows[:n_users]
-
-    def _conversation(self, history: np.ndarray, answer: np.ndarray, turns: int, turn: int) -> tuple[Caches, int]:
-        """The caches to go on with and how many tokens of `history` are in them."""
-        if turn and self.held is not None:
-            caches, tokens = self.held
-            n = tokens.shape[1]
-            if len(tokens) == len(history) and n < history.shape[1] and np.array_equal(tokens, history[:, :n]):
-                return caches, n
-        a_turn = history.shape[1] + answer.shape[1] if turn == 0 else (history.shape[1] + answer.shape[1]) // (turn + 1) + answer.shape[1]
-        return Caches.allocate(NANO, len(history), turns * a_turn + 1, 1, self.dtype), 0
+        self.held = (caches, list(np.concatenate([history, answer], axis=1)))
+        return rows
 
 
 def stock(config: Mapping[str, Any]) -> Run:

@@ -1,8 +1,8 @@
 """Two workloads beside pure decode, small, on the nano engine, timed as adversaries are: prefill mixed in, and an agentic trace.
 
 Each side runs in a process of its own on fresh inputs, the clock is here, and every timed reply is checked against the FP64 oracle
-(`perf.adversary`). Decode alone is the whole trace less its prefill, which is timed by itself in the same way. A test of the machinery; its
-numbers say nothing about a GPU.
+(`perf.adversary`). Decode alone is timed request by request, end to end is the sum over a trace. A test of the machinery; its numbers say
+nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -16,10 +16,24 @@ import numpy as np
 
 from perf.adversary import Comparison, Subject, Workload, compare
 from perf.cpu_engine import ERROR_LIMIT, conditions
+from perf.stats import Interval, paired_ratio
 
 SEED = 5
-PAIRS = 4  # interleaved replays of a mixed trace; conversations of the agentic one are half as many
-LONG_TOKENS = 4096  # of a prompt that takes seconds; the published workload has 32768, minutes on a processor, so it is asked for by name
+PAIRS = 4  # interleaved traces; conversations of the agentic one are half as many
+LONG_PAIRS = 3
+LONG_TOKENS = 4096  # of a prompt that takes seconds: it is its own warm-up, and what is decoded behind it is timed in several stretches
+LONG_STRETCHES = 4
+
+
+def record(found: Mapping[str, Any]) -> dict[str, Any]:
+    """`measure`'s answer as a raw record that `fasttrack publish` takes: bound to every launch that the candidate's step executes."""
+    from kimi_k3_decode.config import NANO, Shard
+    from kimi_k3_decode.launches import launch_graph
+
+    row = found["mixed_prefill"]
+    ops = sorted({launch.op for launch in launch_graph(NANO, Shard(config=NANO), row["users"], 1)})
+    made = {"case": f"nano-mixed-prefill-{row['prompt_tokens']}", "ops": ops, "workload": dict(found)}
+    return made | ({"reasons": row["reasons"]} if row["reasons"] else {})
 
 
 def interactivity_p90(rates: Sequence[float]) -> float:
@@ -34,7 +48,7 @@ def interactivity_p90(rates: Sequence[float]) -> float:
     return float(np.percentile(found, 10))
 
 
-def measure(candidate: str = "specialized", *, pairs: int = PAIRS, prompt_tokens: int | None = None) -> dict[str, Any]:
+def measure(candidate: str = "specialized", *, pairs: int | None = None, prompt_tokens: int | None = None) -> dict[str, Any]:
     """Both workloads on both sides. `prompt_tokens`: only mixed prefill, a prompt of that length arriving while another user decodes.
 
     Returns:
@@ -47,42 +61,53 @@ def measure(candidate: str = "specialized", *, pairs: int = PAIRS, prompt_tokens
     from perf.traces import Agentic, Mixed, oracle
 
     mixed = Mixed() if prompt_tokens is None else Mixed(users=2, prompt_tokens=prompt_tokens, earlier_prompt_tokens=min(64, prompt_tokens))
-    alone = replace(mixed, between=0, after=0)
-    # Prefill hardly scatters, so fewer pairs of it alone will do; a long prompt is its own warm-up.
-    warm_ups, pairs_alone = (1, max(2, pairs // 2)) if mixed.prompt_tokens < LONG_TOKENS else (0, 1)
-    limit_s = 60.0 + 0.02 * mixed.users * mixed.prompt_tokens
+    long = mixed.prompt_tokens >= LONG_TOKENS
+    mixed = replace(mixed, stretches=LONG_STRETCHES) if long else mixed
+    n = pairs or (LONG_PAIRS if long else PAIRS)
     reference = oracle()
-    made: dict[str, Any] = {"source": "cpu_engine", "candidate": candidate, "conditions": conditions()}
-    here = "perf.traces"
+    what = {"prefill": "counted", "what": "contract execution of the nano model, whole traces, both sides interleaved on a shared machine"}
+    made: dict[str, Any] = {"source": "cpu_engine", "candidate": candidate, "conditions": {**conditions(), **what}}
+    here, limit_s = "perf.traces", 60.0 + 0.02 * mixed.users * mixed.prompt_tokens
     with (
         Subject("stock", f"{here}:stock", {}, limit_s=limit_s) as stock,
         Subject("candidate", f"{here}:candidate", {"candidate": candidate}, limit_s=limit_s) as other,
     ):
 
-        def timed(inputs: Any, n: int, warm_ups: int) -> Comparison:
-            work = Workload(inputs=inputs, oracle=reference, error_limit=ERROR_LIMIT)
-            return compare(stock, other, work, pairs=n, warm_ups=warm_ups, seed=SEED)
+        def timed(inputs: Any, requests: int, n: int, warm_ups: int) -> Comparison:
+            work = Workload(inputs=inputs, oracle=reference, error_limit=ERROR_LIMIT, requests=requests)
+            return compare(stock, other, work, pairs=n * requests, warm_ups=warm_ups * requests, seed=SEED)
 
-        whole, prefill = timed(mixed.inputs, pairs, warm_ups), timed(alone.inputs, pairs_alone, warm_ups)
-        made["mixed_prefill"] = _mixed_row(mixed, whole, prefill)
+        made["mixed_prefill"] = _mixed_row(mixed, timed(mixed.requests(), len(mixed.decodes), n, 0 if long else 1))
         if prompt_tokens is None:
             agentic = Agentic()
-            made["agentic"] = _agentic_row(agentic, timed(agentic.requests(), agentic.turns * max(1, pairs // 2), agentic.turns))
+            made["agentic"] = _agentic_row(agentic, timed(agentic.requests(), agentic.turns, max(1, n // 2), 1))
     return made
 
 
-def _mixed_row(mixed: Any, whole: Comparison, prefill: Comparison) -> dict[str, Any]:
-    sides = {}
-    for name in ("stock", "candidate"):
-        end_to_end_s = 1e-6 * statistics.median(getattr(whole, name).samples_us)
-        prefill_s = 1e-6 * statistics.median(getattr(prefill, name).samples_us)
-        if end_to_end_s > prefill_s:
-            sides[name] = {
-                "decode_alone_tokens_per_s": mixed.decoded_tokens / (end_to_end_s - prefill_s),
-                "end_to_end_tokens_per_s": mixed.decoded_tokens / end_to_end_s,
-            }
+def _mixed_row(mixed: Any, found: Comparison) -> dict[str, Any]:
+    """Times of whole traces and of their decode requests, from those of each request in order."""
+    decodes = np.array(mixed.decodes)
+    by_trace = {name: np.array(getattr(found, name).samples_us).reshape(-1, decodes.size) for name in ("stock", "candidate")}
+    whole = {name: times.sum(1) for name, times in by_trace.items()}
+    decoding = {name: times[:, decodes] for name, times in by_trace.items()}
+    sides = {
+        name: {
+            "decode_alone_tokens_per_s": mixed.decoded_tokens / (1e-6 * float(np.median(decoding[name].sum(1)))),
+            "end_to_end_tokens_per_s": mixed.decoded_tokens / (1e-6 * float(np.median(whole[name]))),
+        }
+        for name in by_trace
+    }
     settings = {"users": mixed.users, "prompt_tokens": mixed.prompt_tokens, "decoded_tokens": mixed.decoded_tokens}
-    return _row(settings, sides, (whole, prefill))
+    row = _row(settings, sides, found, len(whole["stock"]))
+    if not row["reasons"]:
+        row |= _ratio("speed_up", paired_ratio(whole["stock"].tolist(), whole["candidate"].tolist()))
+        alone = paired_ratio(decoding["stock"].ravel().tolist(), decoding["candidate"].ravel().tolist())
+        row |= {**_ratio("decode_speed_up", alone), "decode_pairs": alone.n}
+    return row
+
+
+def _ratio(name: str, found: Interval) -> dict[str, float]:
+    return {name: found.value, f"{name}_low": found.low, f"{name}_high": found.high}
 
 
 def _agentic_row(agentic: Any, found: Comparison) -> dict[str, Any]:
@@ -97,20 +122,16 @@ def _agentic_row(agentic: Any, found: Comparison) -> dict[str, Any]:
         "users": agentic.users, "turns": agentic.turns, "tool_tokens": agentic.tool_tokens,
         "decoded_tokens": agentic.users * agentic.answer_tokens * len(found.candidate.samples_us),
     }  # fmt: skip
-    return _row(settings, sides, (found,))
+    row = _row(settings, sides, found, len(found.stock.samples_us))
+    return row if row["reasons"] else row | _ratio("speed_up", found.speed_up)
 
 
-def _row(settings: Mapping[str, Any], sides: Mapping[str, Any], found: Sequence[Comparison]) -> dict[str, Any]:
-    reasons = [reason for one in found for reason in one.reasons]
-    errors = sorted((side.worst_error for one in found for side in (one.stock, one.candidate)), key=lambda e: (e != e, e))
-    row: dict[str, Any] = {
+def _row(settings: Mapping[str, Any], sides: Mapping[str, Any], found: Comparison, pairs: int) -> dict[str, Any]:
+    errors = sorted((side.worst_error for side in (found.stock, found.candidate)), key=lambda e: (e != e, e))
+    return {
         **settings,
-        "sides": {} if reasons else dict(sides),
-        "reasons": reasons,
+        "sides": {} if found.reasons else dict(sides),
+        "reasons": list(found.reasons),
         "worst_error": errors[-1],
-        "pairs": len(found[0].stock.samples_us),
+        "pairs": pairs,
     }
-    if not reasons:
-        ratio = found[0].speed_up
-        row |= {"speed_up": ratio.value, "speed_up_low": ratio.low, "speed_up_high": ratio.high}
-    return row

@@ -83,3 +83,29 @@ def test_a_subject_that_hangs_or_dies_is_one_error(name: str, limit_s: float) ->
 def test_a_subject_that_does_not_load_says_why() -> None:
     with pytest.raises(HarnessError, match="no such GPU"):
         run("refuses_to_load")
+
+
+@pytest.mark.parametrize("requests", [1, 2, 3, 6])
+def test_each_request_of_a_group_is_asked_of_either_side_first_in_turns(monkeypatch, requests) -> None:
+    asked: list[str] = []
+
+    class Told:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def ask(self, inputs):
+            asked.append(self.name)
+            return 1.0, {"own_us": 1e9}, planted.oracle(inputs)
+
+        def demand_s(self):
+            return 0.0, 0.0
+
+        def idle_share(self):
+            return 0.0
+
+    work = Workload(inputs=planted.inputs, oracle=planted.oracle, error_limit=1e-4, requests=requests)
+    assert compare(Told("stock"), Told("candidate"), work, pairs=4 * requests, warm_ups=0).outcome == "measured"
+    first = asked[::2]
+    for place in range(requests):
+        assert [first[place + turn * requests] for turn in range(2)] in (["stock", "candidate"], ["candidate", "stock"])
+        assert first[place::requests].count("stock") == 2

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from perf import workloads
 from perf.hardware import gpu
+from perf.markdown import workload_table
 from perf.model import LayerPoint, fit_assumptions
-from perf.published import OURS, STOCK, PublishedCells, kernels_of_layer, passes, read_published
+from perf.published import OURS, STOCK, PublishedCells, kernels_of_layer, passes, published_workloads, read_published
 from validation.core import environment
 from validation.core.store import EvidenceStore
 from validation.core.types import Case, Evidence, HarnessError, Outcome, Run
 from validation.freshness import digests
-from validation.freshness.imports import folder_of_launch
+from validation.freshness.imports import folder_of_launch, import_raw
 
 RUN_ID = "R-20261101T000000Z-000000000000"
 GOOD = {"x": {"kernel": 0.002, "reference": 0.002}}
@@ -143,3 +146,49 @@ def test_the_fit_recovers_what_layers_were_made_with() -> None:
     assert fitted.evidence == ("E-1", "E-2", "E-3", "E-4")
     with pytest.raises(HarnessError, match="at least 3"):
         fit_assumptions(points[:2], h200, OURS)
+
+
+# ---- workloads of the nano engine that are published ----
+def workload_record(**changes) -> dict:
+    side = {"decode_alone_tokens_per_s": 10.0, "end_to_end_tokens_per_s": 1.0}
+    row = {
+        "users": 2, "prompt_tokens": 32768, "decoded_tokens": 68, "sides": {"stock": side, "candidate": side}, "reasons": [], "pairs": 3,
+        "worst_error": 0.3, "speed_up": 0.9, "speed_up_low": 0.8, "speed_up_high": 1.0, "decode_speed_up": 0.7, "decode_speed_up_low": 0.6,
+        "decode_speed_up_high": 0.8, **changes,
+    }  # fmt: skip
+    row = {name: value for name, value in row.items() if not (row["reasons"] and "speed_up" in name)}
+    conditions = {"hardware": "CPU", "date": "2026-11-30", "versions": {"torch": "2"}}
+    return workloads.record({"source": "cpu_engine", "candidate": "specialized", "conditions": conditions, "mixed_prefill": row})
+
+
+def publish_workload(tmp_path: Path, record: dict, known: dict[str, str]) -> tuple[dict, ...]:
+    raw, root = tmp_path / "raw", tmp_path / "published"
+    raw.mkdir()
+    (raw / "digests.json").write_text(json.dumps(known))
+    (raw / "cpu_workloads.jsonl").write_text(json.dumps(record) + "\n")
+    import_raw(raw, root, "python -m perf workload OUT")
+    return published_workloads(root)
+
+
+def test_a_long_workload_is_shown_with_its_record(tmp_path: Path) -> None:
+    (found,) = publish_workload(tmp_path, workload_record(), digests.current())
+    row = workload_table(found)["rows"][1]
+    assert row[2] == "10"
+    assert row[5] == "0.90 (0.80–1.00) end to end; 0.70 (0.60–0.80) decode alone"
+    assert row[-1].startswith("E-")
+    assert published_workloads(tmp_path / "nothing") == ()
+
+
+def test_a_stale_long_workload_shows_its_reason_and_no_number(tmp_path: Path) -> None:
+    (found,) = publish_workload(tmp_path, workload_record(), {**digests.current(), "contracts/kda": "0" * 64})
+    row = workload_table(found)["rows"][1]
+    assert row[2:5] == ["–"] * 3
+    assert row[5] == "–"
+    assert "stale: contracts/kda changed" in row[7]
+
+
+def test_a_long_workload_that_was_objected_to_is_an_error_record(tmp_path: Path) -> None:
+    record = workload_record(reasons=["candidate: off by 9"], sides={})
+    assert record["reasons"] == ["candidate: off by 9"]
+    (found,) = publish_workload(tmp_path, record, digests.current())
+    assert workload_table(found)["rows"][1][7] == "candidate: off by 9"
