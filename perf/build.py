@@ -26,7 +26,10 @@ from perf.model import (
     PUBLISHED as PUBLISHED_BY_OTHERS,
 )
 from perf.model import Assumptions, cell_floor, fit_assumptions, memory_refusal, project, project_draft_us
-from perf.published import OURS, STOCK, PublishedCells, launch_fits, published_workloads, read_published
+from perf.published import OURS, STOCK, PublishedCells, launch_fits, published_workloads, read_published, read_store
+from perf.rank_steps import RankStep
+from perf.rank_steps import projection_errors as rank_step_errors
+from perf.rank_steps import read as read_rank_steps
 from validation.core import jsonio
 from validation.core.store import write_atomically
 from validation.core.types import HarnessError
@@ -47,6 +50,7 @@ class Matrix:
     acceptance: Mapping[str, Any] = field(default_factory=dict)
     servers: tuple[CellResult, ...] = ()
     workloads: tuple[Mapping[str, Any], ...] = ()
+    rank_steps: tuple[RankStep, ...] = ()
 
     @property
     def results(self) -> tuple[CellResult, ...]:
@@ -67,8 +71,8 @@ def build(
 
     for name in gpus:
         gpu(name)
-    layers = published or read_published()
-    kept = () if published else published_workloads()
+    store = None if published else read_store()
+    layers = published or read_published(store=store)
     assumptions, why = _assumptions(layers)
     steps = tuple(_step(cell, assumptions, why) for name in gpus for cell in enumerate_cells(gpu=name))
     return Matrix(
@@ -80,7 +84,8 @@ def build(
         engine_rows=tuple(engine_rows),
         acceptance=acceptance or {},
         servers=tuple(servers),
-        workloads=(*workloads, *kept),
+        workloads=(*workloads, *(published_workloads(store) if store else ())),
+        rank_steps=read_rank_steps(store) if store else (),
     )
 
 
@@ -264,6 +269,7 @@ def write(matrix: Matrix, folder: Path) -> dict[str, Path]:
         "no_projection": matrix.no_projection,
         "projection_against_published": projection_errors(matrix.assumptions),
         "speed_up_against_published": speed_up_errors(projection_errors(matrix.assumptions)),
+        "projection_against_rank_steps": rank_step_errors(matrix.rank_steps, matrix.assumptions),
         "cpu_engine": list(matrix.engine_rows),
         "acceptance": dict(matrix.acceptance),
         "workloads": [dict(found) for found in matrix.workloads],

@@ -105,7 +105,6 @@ def matrix(case: Case, targets: Mapping[str, Target]) -> Found:
     import os
     from pathlib import Path
 
-    from perf import rank_steps
     from perf.build import build, figures_data, speed_ups, write
     from perf.markdown import tables
     from perf.matrix import Source
@@ -130,7 +129,7 @@ def matrix(case: Case, targets: Mapping[str, Target]) -> Found:
         ),
         _count("multipliers_without_conditions", sum(any(r.conditions.get(k) in (None, "", {}) for k in needed) for r in printed)),
     )
-    return measurements, {"tables": [*tables(made), *rank_steps.tables()], "perf": figures_data(made)}
+    return measurements, {"tables": tables(made), "perf": figures_data(made)}
 
 
 def _row(case: Case, candidate: str) -> dict[str, Any]:

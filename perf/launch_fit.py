@@ -3,7 +3,8 @@
     time = fixed + rows x row + (bytes / rate) / fraction         least squares of relative errors, no term negative
 
 Only the last term becomes shorter on a GPU with a faster memory; the others are chains of latencies (launch, barriers, reductions, polls)
-that no data sheet promises to shorten. Launches overlap: `overlap` is, by rows, the measured layer over the sum of its launches alone.
+that no data sheet promises to shorten. Shown beside the projections, which rest on whole layers (`model.py`). Launches overlap: `overlap`
+is, by rows, the measured layer over the sum of its launches alone.
 """
 
 from __future__ import annotations

@@ -48,6 +48,8 @@ def conditions_text(result: CellResult) -> str:
 
 def tables(matrix: Matrix) -> list[dict[str, Any]]:
     """Every table of the page, in order."""
+    from perf import rank_steps
+
     return [
         _sources(matrix),
         _layers(matrix),
@@ -55,6 +57,7 @@ def tables(matrix: Matrix) -> list[dict[str, Any]]:
         *_projections(matrix),
         *_launch_fits(matrix),
         *_published(matrix),
+        *rank_steps.tables(matrix.rank_steps, matrix.assumptions),
         _refused(matrix),
         *_servers(matrix),
         *_engine(matrix),
@@ -159,10 +162,10 @@ def _projections(matrix: Matrix) -> list[dict[str, Any]]:
 def _basis(matrix: Matrix) -> str:
     parts = []
     for backend, a in matrix.assumptions.items():
-        how = "by launch, the rest at " if a.fits is not None else ""
         parts.append(
-            f"{backend}: {how}{a.fraction_of_floor:.2f} of the memory rate and {a.launch_us:.2f} us a launch, fitted to {len(a.evidence)} "
-            f"records on {a.measured_on} (worst fit {a.fit_error:.0%}; {', '.join(a.evidence)}); "
+            f"{backend}: {a.fraction_of_experts:.2f} of the memory rate for routed experts, {a.fraction_of_floor:.2f} for all other bytes, "
+            f"{a.launch_us:.2f} us and {a.row_us:.3f} us a row for each launch, fitted to {len(a.evidence)} records on {a.measured_on} "
+            f"(worst fit {a.fit_error:.0%}; {', '.join(a.evidence)}); "
             f"{a.exchanges_a_layer} exchanges a layer add {a.exchange_us:g} us each: {a.exchange_source}."
         )
     return " ".join(parts)
@@ -188,8 +191,8 @@ def _launch_fits(matrix: Matrix) -> list[dict[str, Any]]:
         columns = ("launch", "fixed, us", "us a row", "fraction of the memory rate", "points", "worst fit")
         overlap = ", ".join(f"{n} rows {share:.2f}" for n, share in a.fits.overlap.items())
         note = (
-            f"Fitted to launches measured alone on {a.measured_on} ({', '.join(a.fits.evidence)}). On another GPU only the memory part is "
-            f"scaled. A layer over the sum of its launches: {overlap}."
+            f"Fitted to launches measured alone on {a.measured_on} ({', '.join(a.fits.evidence)}); projections rest on whole layers. "
+            f"A layer over the sum of its launches: {overlap}."
         )
         made.append(table("Fraction of the memory rate by launch", columns, rows, note))
     return made
@@ -215,7 +218,8 @@ def _published(matrix: Matrix) -> list[dict[str, Any]]:
     ]
     note = matrix.no_projection or (
         "Numbers published by others, of their kernels; a projection is of ours, so its error holds the difference between the two. "
-        "Low: if the latencies measured on Hopper shrank as memory time does. The error is what a projection of this table is worth."
+        "Low: if the latencies measured on Hopper shrank as memory time does. What was published of a layer and of a step does not agree: "
+        "93 layers of that timeline are 64 % above that step. The error is what a projection of this table is worth."
     )
     columns = ("conditions", "cell", "published, us", "projected, us", "error", "low, us", "error of low",
                "memory + latency + exchanges, us", "rests on")  # fmt: skip

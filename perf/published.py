@@ -126,16 +126,34 @@ def correctness_reasons(
     return tuple(dict.fromkeys(used)), tuple(reasons)
 
 
-def read_published(root: Path = PUBLISHED) -> PublishedCells:
-    """Everything published about speed, judged against this checkout. Raises HarnessError when a run cannot be read."""
+@dataclass(frozen=True, kw_only=True)
+class Store:
+    """Every published record, read and judged once. `stale`: evidence id of the newest record of its case -> why it is stale."""
+
+    runs: tuple[tuple[Run, tuple[Evidence, ...]], ...]
+    stale: Mapping[str, tuple[str, ...]]
+    checks: tuple[KernelCheck, ...]
+    policy: Policy
+
+
+def read_store(root: Path = PUBLISHED) -> Store:
+    """Raises HarnessError when a run cannot be read."""
     policy = load_policy()
-    stale = {cell.evidence: cell.reasons for cell in freshness(root, policy).cells} if published_runs(root) else {}
+    folders = published_runs(root)
+    stale = {cell.evidence: cell.reasons for cell in freshness(root, policy).cells} if folders else {}
+    runs = tuple((read_run(folder), tuple(read_evidence(folder))) for folder in folders)
+    checks = kernel_checks((r for _, records in runs for r in records), stale, policy.limit("numerics", "error_ratio"))
+    return Store(runs=runs, stale=stale, checks=tuple(checks), policy=policy)
+
+
+def read_published(root: Path = PUBLISHED, store: Store | None = None) -> PublishedCells:
+    """Everything published about speed, judged against this checkout. Raises HarnessError when a run cannot be read."""
+    store = store or read_store(root)
+    stale, checks, policy = store.stale, store.checks, store.policy
     today = digests_now()
-    everything = [(read_run(folder), list(read_evidence(folder))) for folder in published_runs(root)]
-    checks = kernel_checks((r for _, records in everything for r in records), stale, policy.limit("numerics", "error_ratio"))
     results: dict[str, CellResult] = {}
     launches: list[LaunchTimes] = []
-    for run, records in everything:
+    for run, records in store.runs:
         for record in records:
             subject = str(record.details.get("case") or record.case.subject)
             if (match := CASE.fullmatch(subject)) and ("fused_us" in record.details):
@@ -153,20 +171,17 @@ def read_published(root: Path = PUBLISHED) -> PublishedCells:
     return PublishedCells(results=kept, launches=tuple(launches), points=points, gpu=measured[0].cell.gpu if measured else None)
 
 
-def published_workloads(root: Path = PUBLISHED) -> tuple[dict[str, Any], ...]:
+def published_workloads(store: Store) -> tuple[dict[str, Any], ...]:
     """Workloads of the nano engine that take too long for every run, each with its evidence id; a stale one has its reasons and no numbers.
-    The newest record of a case counts. Raises HarnessError when a run cannot be read."""
-    if not published_runs(root):
-        return ()
-    reasons = {cell.evidence: cell.reasons for cell in freshness(root).cells}
+    The newest record of a case counts."""
     found = {}
-    for record in (record for folder in published_runs(root) for record in read_evidence(folder)):
+    for record in (record for _, records in store.runs for record in records):
         told = record.details.get("workload")
-        if record.check != WORKLOADS or not isinstance(told, Mapping) or record.id not in reasons:
+        if record.check != WORKLOADS or not isinstance(told, Mapping) or record.id not in store.stale:
             continue
         row = dict(told["mixed_prefill"])
-        if reasons[record.id]:
-            row |= {"sides": {}, "reasons": [*row["reasons"], *(f"stale: {reason}" for reason in reasons[record.id])]}
+        if store.stale[record.id]:
+            row |= {"sides": {}, "reasons": [*row["reasons"], *(f"stale: {reason}" for reason in store.stale[record.id])]}
             row = {name: value for name, value in row.items() if "speed_up" not in name}
         found[str(record.details.get("case"))] = {**told, "mixed_prefill": row, "evidence": record.id}
     return tuple(found.values())

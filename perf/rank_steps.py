@@ -7,20 +7,18 @@ cell of the matrix. Stock's step over the same weights is in the same record whe
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from kimi_k3_decode.config import K3, Shard
 from kimi_k3_decode.launches import launch_graph
-from perf.published import correctness_reasons, kernel_checks
-from validation.core.store import read_evidence, read_run
+from perf.matrix import Cell
+from perf.model import Assumptions, project
+from perf.published import Store, correctness_reasons, read_store
 from validation.core.types import Evidence, Measurement, Outcome, Run
 from validation.core.worker import Refused
-from validation.freshness.published import PUBLISHED, freshness, published_runs
-from validation.policy import load_policy
 
 CASE = re.compile(r"k3-step-tp(?P<tp>\d+)-r(?P<rows>\d+)-q(?P<q>\d+)$")
 
@@ -55,23 +53,17 @@ def kernels_of_step(tp: int, rows: int, q: int) -> tuple[tuple[str, str], ...]:
     return tuple((launch.op, kernel_spec(K3, launch.contract).id) for launch in plan)
 
 
-def read(root: Path = PUBLISHED) -> tuple[RankStep, ...]:
-    """Every published step of one rank, judged against this checkout. Raises HarnessError when a run cannot be read."""
-    if not published_runs(root):
-        return ()
-    policy = load_policy()
-    stale = {cell.evidence: cell.reasons for cell in freshness(root, policy).cells}
-    everything = [(read_run(folder), list(read_evidence(folder))) for folder in published_runs(root)]
-    checks = kernel_checks((r for _, records in everything for r in records), stale, policy.limit("numerics", "error_ratio"))
+def read(store: Store) -> tuple[RankStep, ...]:
+    """Every published step of one rank, judged against this checkout."""
     found = []
-    for run, records in everything:
+    for run, records in store.runs:
         for record in records:
             match = CASE.fullmatch(str(record.details.get("case")))
             if match is None:
                 continue
             tp, rows, q = (int(match[name]) for name in ("tp", "rows", "q"))
-            used, reasons = correctness_reasons(kernels_of_step(tp, rows, q), run.config.get("digests") or {}, checks)
-            why = (*_own_reasons(record), *(f"stale: {r}" for r in stale.get(record.id, ("superseded by a newer record",))), *reasons)
+            used, reasons = correctness_reasons(kernels_of_step(tp, rows, q), run.config.get("digests") or {}, store.checks)
+            why = (*_own_reasons(record), *(f"stale: {r}" for r in store.stale.get(record.id, ("superseded by a newer record",))), *reasons)
             gpu = str(run.hardware.get("gpu", "unknown"))
             found.append(
                 RankStep(
@@ -99,7 +91,7 @@ def _own_reasons(record: Evidence) -> tuple[str, ...]:
 
 def published_step(tp: int, rows: int) -> tuple[tuple[Measurement, ...], Mapping[str, Any]]:
     """The newest record that may be shown. Refused, with every reason, where there is none."""
-    records = [step for step in read() if (step.tp, step.rows, step.q) == (tp, rows, 1)]
+    records = [step for step in read(read_store()) if (step.tp, step.rows, step.q) == (tp, rows, 1)]
     shown = [step for step in records if not step.reasons]
     if not shown:
         raise Refused(tuple(dict.fromkeys(r for step in records for r in step.reasons)) or ("nothing published",))
@@ -127,11 +119,11 @@ def _samples(told: Mapping[str, Any], side: str) -> tuple[float, ...]:
     return tuple(float(x) for x in told.get(f"{side}_samples", ()))
 
 
-def tables() -> list[dict[str, Any]]:
-    """One table of the steps that may be shown; empty when there is none."""
+def tables(steps: Sequence[RankStep], assumptions: Mapping[str, Assumptions]) -> list[dict[str, Any]]:
+    """The steps that may be shown, and what a projection of them is worth; empty when there is none."""
     from perf.markdown import table
 
-    rows = [_row(step) for step in read() if not step.reasons]
+    rows = [_row(step) for step in steps if not step.reasons]
     note = (
         "gpu_timer: embedding, 93 layers with weights of their own, final norm, LM head and sampling on one GPU. Messages return to the "
         "rank, so the wait for peers is not in it, nor are stock's all-reduces. Stock reads the same weights and stands here where it "
@@ -139,7 +131,50 @@ def tables() -> list[dict[str, Any]]:
     )
     columns = ("share", "rows", "tokens a request", "context", "stock, ms", "step, ms", "speed-up", "floor, ms", "times the floor",
                "conditions", "evidence")  # fmt: skip
-    return [table("Whole steps of one rank", columns, rows, note)] if rows else []
+    made = [table("Whole steps of one rank", columns, rows, note)] if rows else []
+    errors = projection_errors(steps, assumptions)
+    if errors:
+        shown = [_error_row(error) for error in errors]
+        names = ("backend", "share", "rows", "tokens a request", "measured, ms", "projected, ms", "error", "hardware", "evidence")
+        why = "PROJECTION without exchanges, on the GPU of the layers it rests on, with the experts that were read; no fit saw these steps."
+        made.append(table("Projection against our own whole steps of one rank", names, shown, why))
+    return made
+
+
+def _error_row(error: Mapping[str, Any]) -> list[Any]:
+    times = [f"{error[name] / 1000:.2f}" for name in ("measured_us", "projected_us")]
+    return [
+        error["backend"],
+        f"TP{error['tp']}",
+        error["rows"],
+        error["q"],
+        *times,
+        f"{error['error']:+.1%}",
+        error["gpu"],
+        error["evidence"],
+    ]
+
+
+def projection_errors(steps: Sequence[RankStep], assumptions: Mapping[str, Assumptions]) -> list[dict[str, Any]]:
+    """Each step that may be shown beside its projection from single layers, both sides where both were timed."""
+    made = []
+    for step in steps:
+        for backend, name in (("latency_specialized", "fused"), ("auto", "stock")):
+            a, us = assumptions.get(backend), step.details.get(f"{name}_us")
+            if step.reasons or a is None or us is None or a.measured_on not in step.gpu:
+                continue
+            cell = Cell(
+                model="kimi-k3", gpu=a.measured_on, tp=step.tp, requests=step.rows // step.q, q=step.q,
+                context_tokens=int(step.details["context_tokens"]), acceptance_length=1.0, backend=backend,
+            )  # fmt: skip
+            projected_us = project(cell, a, distinct=step.details.get("experts_read_count")).alone_us
+            made.append(
+                {
+                    "backend": backend, "tp": step.tp, "rows": step.rows, "q": step.q, "gpu": step.gpu, "evidence": step.evidence,
+                    "measured_us": us, "projected_us": projected_us, "error": projected_us / us - 1,
+                }
+            )  # fmt: skip
+    return made
 
 
 def _row(step: RankStep) -> list[Any]:

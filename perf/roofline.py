@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from kimi_k3_decode.config import ModelConfig, Shard
@@ -130,9 +131,18 @@ class StepFloor:
     serial_us: float  # sum of the launches' floors: nothing overlaps
     hbm_us: float  # all HBM bytes over the HBM rate: everything else overlaps
 
-    @property
+    @cached_property
     def hbm_bytes(self) -> float:
         return sum(launch.hbm_bytes for launch in self.launches)
+
+    @cached_property
+    def expert_bytes(self) -> float:
+        return expert_bytes(self.launches)
+
+
+def expert_bytes(launches: Iterable[Traffic]) -> float:
+    """HBM bytes of the routed experts among `launches`."""
+    return sum(launch.hbm_bytes for launch in launches if launch.op in EXPERT_OPS)
 
 
 def step_floor(launches: Iterable[Traffic], gpu: Gpu, hbm_bytes_per_s: float | None = None) -> StepFloor:

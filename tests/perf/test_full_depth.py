@@ -16,9 +16,13 @@ from kimi_k3_decode.config import NANO, ModelConfig, Shard
 from kimi_k3_decode.launches import launch_graph
 from kimi_k3_decode.ops.contract import Role
 from perf import rank_steps
+from perf.hardware import gpu
 from perf.kernels.operands import Maker
 from perf.kernels.timing import Measured, timed
+from perf.matrix import Cell
+from perf.model import fit_assumptions, project
 from perf.rank_steps import RankStep
+from tests.perf.test_published import planted_layers
 
 ROWS = 2
 SMALL: ModelConfig = replace(NANO, mla_heads=8)  # as in K3, both kinds of attention are as wide
@@ -180,10 +184,28 @@ def rank_step(**told: Any) -> RankStep:
     ],
 )
 def test_a_ratio_of_whole_steps_needs_turns_and_a_stock_like_itself(monkeypatch, told, shown) -> None:
-    monkeypatch.setattr(rank_steps, "read", lambda: (rank_step(**told),))
-    (table,) = rank_steps.tables()
+    monkeypatch.setattr(rank_steps, "read", lambda store: (rank_step(**told),))
+    (table,) = rank_steps.tables((rank_step(**told),), {})
     (row,) = table["rows"]
     assert row[4:7] == shown
     assert "prefill not counted" in row[table["columns"].index("conditions")]
     measured, _ = rank_steps.published_step(16, 1)
     assert ("speed_up" in {m.name for m in measured}) == (shown[2] != "–")
+
+
+def test_the_projection_is_held_against_whole_steps_that_no_fit_saw() -> None:
+    rests_on = fit_assumptions(planted_layers((1.3, 1.2, 4.0, 0.05)), gpu("H200"), "latency_specialized")
+    given = {"latency_specialized": rests_on, "auto": replace(rests_on, exchange_us=9.0)}
+    step = rank_step(stock_timed="in turns", experts_read_count=16.0)
+    ours, stock = rank_steps.projection_errors((step,), given)
+    assert ours["error"] == pytest.approx(ours["projected_us"] / 7000.0 - 1)
+    assert (ours["backend"], stock["backend"], stock["measured_us"]) == ("latency_specialized", "auto", 12600.0)
+    cell = Cell(model="kimi-k3", gpu="H200", tp=16, requests=1, q=1, context_tokens=1024, acceptance_length=1.0, backend="auto")
+    projected = project(cell, given["auto"], distinct=16.0)
+    assert stock["projected_us"] == pytest.approx(projected.us - projected.exchange_us)  # one rank alone
+    assert rank_steps.projection_errors((replace(step, reasons=("stale",)),), given) == []
+    assert rank_steps.projection_errors((replace(step, gpu="NVIDIA B200"),), given) == []
+    assert [table["title"] for table in rank_steps.tables((step,), given)] == [
+        "Whole steps of one rank",
+        "Projection against our own whole steps of one rank",
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ import pytest
 from perf import workloads
 from perf.hardware import gpu
 from perf.markdown import workload_table
-from perf.model import LayerPoint, fit_assumptions
-from perf.published import OURS, STOCK, PublishedCells, kernels_of_layer, passes, published_workloads, read_published
+from perf.matrix import Cell, Scope
+from perf.model import LayerPoint, fit_assumptions, launches_of, project, step_traffic
+from perf.published import OURS, STOCK, PublishedCells, kernels_of_layer, passes, published_workloads, read_published, read_store
+from perf.roofline import expert_bytes
 from validation.core import environment
 from validation.core.store import EvidenceStore
 from validation.core.types import Case, Evidence, HarnessError, Outcome, Run
@@ -148,6 +151,48 @@ def test_the_fit_recovers_what_layers_were_made_with() -> None:
         fit_assumptions(points[:2], h200, OURS)
 
 
+def planted_layers(costs: tuple[float, float, float, float]) -> list[LayerPoint]:
+    """Layers of both shares made from (slowness of experts, slowness of the rest, us a launch, us a launch and row)."""
+    experts, others, launch_us, row_us = costs
+    made = []
+    for tp in (8, 16):
+        for rows in (1, 4, 16, 64):
+            launches = step_traffic("kimi-k3", tp, rows, 1, 0, Scope.LAYER)
+            of_experts, size = expert_bytes(launches), sum(t.hbm_bytes for t in launches)
+            us = 1e6 * (experts * of_experts + others * (size - of_experts)) / gpu("H200").hbm_bytes_per_s
+            us += 13 * (launch_us + rows * row_us)
+            made.append(LayerPoint(hbm_bytes=size, launches=13, step_us=us, rows=rows, evidence=f"E-{tp}-{rows}", traffic=launches))
+    return made
+
+
+def test_experts_other_bytes_launches_and_rows_are_told_apart() -> None:
+    fitted = fit_assumptions(planted_layers((3.5, 1.25, 4.0, 0.05)), gpu("H200"), STOCK)
+    assert (1 / fitted.fraction_of_experts, 1 / fitted.fraction_of_floor) == pytest.approx((3.5, 1.25), rel=1e-4)
+    assert (fitted.launch_us, fitted.row_us) == pytest.approx((4.0, 0.05), rel=1e-3)
+    assert fitted.fit_error < 1e-4
+
+
+def test_no_fit_says_that_bytes_move_faster_than_the_memory() -> None:
+    fitted = fit_assumptions(planted_layers((1.3, 0.4, 4.0, 0.05)), gpu("H200"), OURS)
+    assert fitted.fraction_of_floor <= 1 + 1e-9
+    assert fitted.fraction_of_experts <= 1 + 1e-9
+    assert fitted.fit_error > 0.005  # which is told
+    with pytest.raises(HarnessError, match="move the same bytes"):
+        fit_assumptions([p for p in planted_layers((1.3, 1.2, 4.0, 0.0)) if p.rows == 1][:1] * 3, gpu("H200"), OURS)
+
+
+def test_a_projected_layer_of_the_measured_gpu_is_the_fitted_one() -> None:
+    points = planted_layers((3.5, 1.25, 4.0, 0.05))
+    fitted = fit_assumptions(points, gpu("H200"), STOCK)
+    cell = Cell(
+        model="kimi-k3", gpu="H200", tp=8, requests=4, q=1, context_tokens=0, acceptance_length=1.0, backend=STOCK, scope=Scope.LAYER
+    )
+    assert project(cell, fitted).alone_us == pytest.approx(points[1].step_us, rel=1e-3)
+    whole = replace(cell, scope=Scope.STEP)
+    assert launches_of(whole, fitted) == 13 * 93 + 6 * 24 - 11 + 4
+    assert launches_of(replace(whole, backend=OURS), fitted) == len(step_traffic("kimi-k3", 8, 4, 1, 0))
+
+
 # ---- workloads of the nano engine that are published ----
 def workload_record(**changes) -> dict:
     side = {"decode_alone_tokens_per_s": 10.0, "end_to_end_tokens_per_s": 1.0}
@@ -167,7 +212,7 @@ def publish_workload(tmp_path: Path, record: dict, known: dict[str, str]) -> tup
     (raw / "digests.json").write_text(json.dumps(known))
     (raw / "cpu_workloads.jsonl").write_text(json.dumps(record) + "\n")
     import_raw(raw, root, "python -m perf workload OUT")
-    return published_workloads(root)
+    return published_workloads(read_store(root))
 
 
 def test_a_long_workload_is_shown_with_its_record(tmp_path: Path) -> None:
@@ -176,7 +221,7 @@ def test_a_long_workload_is_shown_with_its_record(tmp_path: Path) -> None:
     assert row[2] == "10"
     assert row[5] == "0.90 (0.80–1.00) end to end; 0.70 (0.60–0.80) decode alone"
     assert row[-1].startswith("E-")
-    assert published_workloads(tmp_path / "nothing") == ()
+    assert published_workloads(read_store(tmp_path / "nothing")) == ()
 
 
 def test_a_stale_long_workload_shows_its_reason_and_no_number(tmp_path: Path) -> None:
