@@ -5,18 +5,15 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable
-from pathlib import Path
 
-from kimi_k3_decode.compile import TABLE, text_digest
+from kimi_k3_decode.compile import TABLE
 from kimi_k3_decode.config import ModelConfig
+from kimi_k3_decode.cubin import text_digest
 from kimi_k3_decode.device import launcher
 from kimi_k3_decode.device.launcher import KernelSpec, placeholders
 from kimi_k3_decode.kernels import kernel_spec
 from kimi_k3_decode.launches import Launch
 
-# The compiler comes with the assembler of CUDA 12 or 13, and their machine code differs: kernel_table.json holds what the project's own
-# environment compiles, this what was compiled and run on the H200s of the published records.
-RAN = Path(__file__).with_name("table_cu13.json")
 _DIGESTS: dict[str, str] = {}
 
 
@@ -34,14 +31,13 @@ def sass_digest(spec: KernelSpec) -> str:
 @functools.lru_cache(maxsize=1)
 def _table() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
-    for table in (TABLE, RAN):
-        for row in json.loads(table.read_text())["kernels"]:
-            found.setdefault(row["kernel"], set()).add(row["sass_sha256"])
+    for row in json.loads(TABLE.read_text())["kernels"]:
+        found.setdefault(row["kernel"], set()).add(row["sass_sha256"])
     return found
 
 
 def in_table(spec: KernelSpec) -> bool:
-    """Whether a committed table has this kernel with this machine code."""
+    """Whether the committed table has this kernel with this machine code: what ran is then what was audited."""
     return sass_digest(spec) in _table().get(spec.id, set())
 
 

@@ -98,14 +98,21 @@ def build(cases: Sequence[CorpusCase], archs: Iterable[str] = ARCHITECTURES, cac
 def writable_cache(cache: Path | None) -> Path:
     """`cache`, the project's own, or (where that may not be written, as in a sandbox) one below the temporary folder."""
     wanted = cache or DEFAULT_CACHE
+    if may_write(wanted):
+        return wanted
+    fallback = Path(tempfile.gettempdir()) / "ordering-cache"
+    _copy_tree(wanted / "corpus", fallback / "corpus")
+    return fallback
+
+
+def may_write(folder: Path) -> bool:
+    """Whether files can be made in the folder, which is created when needed."""
     try:
-        wanted.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=wanted):
-            return wanted
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
     except OSError:
-        fallback = Path(tempfile.gettempdir()) / "ordering-cache"
-        _copy_tree(wanted / "corpus", fallback / "corpus")
-        return fallback
+        return False
 
 
 def _copy_tree(source: Path, target: Path) -> None:

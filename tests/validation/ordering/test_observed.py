@@ -180,9 +180,9 @@ def pretend_device(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_capture_agrees_with_the_contracts(pretend_device, tp: int):
+    from kimi_k3_decode.build import describe
     from kimi_k3_decode.config import NANO
     from kimi_k3_decode.kernels import kernel_spec
-    from validation.ordering.own_compile import describe
     from validation.ordering.own_kernels import OwnKernel
 
     recorder = observe.record(tp, 2, 1, devices=["cpu"] * tp)
@@ -191,7 +191,7 @@ def test_capture_agrees_with_the_contracts(pretend_device, tp: int):
     found = observed_roles(trace)
     ops = set()
     for kernel, contract in pretend_device.items():
-        table = describe(NANO, kernel_spec(NANO, contract), True, "sm_90a")
+        table = describe(kernel_spec(NANO, contract))
         own = OwnKernel(
             name=kernel,
             model="nano-k3",
