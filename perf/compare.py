@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,10 @@ from validation.core.verify import verify
 from validation.policy import load_policy
 
 ALPHA = 0.05
-SPEED_CHECKS = re.compile(r"perf\..*|published\.(kernel_layers|kernel_profile|layer|ops)")
+# Profiles are left out: their few passes carry an order of launches, not a time that two runs could be compared by.
+SPEED_CHECKS = re.compile(r"perf\..*|published\.(kernel_layers|kernel_launches|kernel_steps|layer|ops)")
+ABLATION = re.compile(r"without_.*")  # what a measure is worth is no speed of this code
+LEAST_SAMPLES = 3
 NORMAL_IQR = 1.349  # interquartile range of a normal distribution in standard deviations
 MEDIAN_EFFICIENCY = 1.2533  # standard error of a median over that of a mean, for normal samples
 
@@ -51,7 +54,7 @@ class Times:
     @property
     def log_error(self) -> float:
         """Standard error of the logarithm of the median; NaN when nothing tells it."""
-        if len(self.samples) >= 3:
+        if len(self.samples) >= LEAST_SAMPLES:
             logs = np.log(np.asarray(self.samples))
             spread = max(float(np.subtract(*np.percentile(logs, [75, 25]))) / NORMAL_IQR, float(logs.std(ddof=1)) / 3)
             return MEDIAN_EFFICIENCY * spread / math.sqrt(len(self.samples))
@@ -96,7 +99,10 @@ class Change:
 
 
 def times_of(records: Iterable[Evidence], gpu: str) -> dict[str, Times]:
-    """Every timed cell of a run: measurements in us with samples, or `x_us` beside `x_low_us` and `x_high_us`; and launches of profiles."""
+    """Every timed cell of a run: measurements in us with samples, or `x_us` beside `x_low_us` and `x_high_us`; and a layer's launches.
+
+    A raw record keeps the samples of `x_us` in its details as `x_samples`.
+    """
     found: dict[str, Times] = {}
     for record in records:
         if not SPEED_CHECKS.fullmatch(record.check) or record.outcome is not Outcome.MEASURED:
@@ -109,26 +115,31 @@ def times_of(records: Iterable[Evidence], gpu: str) -> dict[str, Times]:
         for name, one in values.items():
             stem = name.removesuffix("_us")
             low, high = values.get(f"{stem}_low_us"), values.get(f"{stem}_high_us")
-            if stem.endswith(("_low", "_high")) or stem.split(".")[-1] in ("floor", "low", "high"):
+            if stem.endswith(("_low", "_high")) or stem.split(".")[-1] in ("floor", "low", "high") or ABLATION.fullmatch(stem):
                 continue
-            if one.samples:
-                found[f"{place} {stem}"] = Times(samples=one.samples, evidence=record.id)
+            samples = one.samples or _samples(record.details.get(f"{stem}_samples"))
+            if samples:
+                found[f"{place} {stem}"] = Times(samples=samples, evidence=record.id)
             elif low is not None and high is not None:
                 found[f"{place} {stem}"] = Times(median=one.value, low=low.value, high=high.value, n=replays, evidence=record.id)
         found |= _launches(record, place)
     return found
 
 
+def _samples(value: Any) -> tuple[float, ...]:
+    """Three numbers or more; nothing else is a sample."""
+    given = value if isinstance(value, Sequence) and not isinstance(value, str) else ()
+    numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in given)
+    return tuple(float(x) for x in given) if numbers and len(given) >= LEAST_SAMPLES else ()
+
+
 def _launches(record: Evidence, place: str) -> dict[str, Times]:
-    """`details["launches"]` or a profile's `details["kernels"]`: launch -> samples in microseconds."""
-    table = record.details.get("launches") or record.details.get("kernels")
+    """`details["launches"]`: launch -> samples in microseconds."""
+    table = record.details.get("launches")
     if not isinstance(table, Mapping):
         return {}
-    return {
-        f"{place} launch {name}": Times(samples=tuple(float(x) for x in samples), evidence=record.id)
-        for name, samples in table.items()
-        if isinstance(samples, Sequence) and not isinstance(samples, str) and len(samples) >= 3
-    }
+    sampled = {name: _samples(samples) for name, samples in table.items()}
+    return {f"{place} launch {name}": Times(samples=samples, evidence=record.id) for name, samples in sampled.items() if samples}
 
 
 def compare_times(base: Mapping[str, Times], candidate: Mapping[str, Times], margin: float, *, alpha: float = ALPHA) -> Change:
@@ -152,6 +163,8 @@ def _change(name: str, base: Times, candidate: Times, margin: float) -> CellChan
     ratio = candidate.center / base.center if base.center > 0 else math.nan
     error = math.hypot(base.log_error, candidate.log_error)
     known = math.isfinite(ratio) and ratio > 0 and math.isfinite(error)
+    if known and replace(base, evidence="") == replace(candidate, evidence=""):
+        error = 0.0  # the same times, not taken again: there is nothing between them
     # Few samples: Student's t with the smaller side's degrees of freedom, which errs towards "not proven".
     freedom = max(1, min(len(base.samples) or base.n, len(candidate.samples) or candidate.n) - 1)
     scale = max(error, 1e-9) if known else math.nan

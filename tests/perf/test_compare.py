@@ -79,7 +79,8 @@ def test_another_gpu_is_another_cell() -> None:
 def test_times_too_scattered_to_tell_are_not_a_pass() -> None:
     rng = np.random.default_rng(0)
     wild = {"x": Times(samples=tuple(10 * rng.lognormal(0, 0.5, 8)))}
-    assert compare_times(wild, wild, 0.03).status is Status.NOT_PROVEN
+    assert compare_times(wild, {"x": Times(samples=wild["x"].samples[::-1])}, 0.03).status is Status.NOT_PROVEN
+    assert compare_times(wild, dict(wild), 0.03).status is Status.PASS  # one record twice
     unknown = {"x": Times(median=10.0)}
     assert compare_times(unknown, unknown, 0.03).status is Status.NOT_PROVEN
     bad = {"x": Times(samples=(1.0, float("nan"), 1.0))}
@@ -122,6 +123,53 @@ def test_folders_and_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     edited.write_text(edited.read_text().replace('"unit":"us"', '"unit":"ms"', 1))
     assert main(["compare", str(base), str(slow)]) == 3
     assert "as measured" in capsys.readouterr().err
+
+
+def raw(case: str, seed: int, factor: float = 1.0, check: str = "published.kernel_launches", **more) -> Evidence:
+    """A record as `perf.kernels` writes and `fasttrack publish` keeps it: medians as measurements, samples in the details."""
+    name = "launch" if check.endswith("launches") else "fused"
+    samples = factor * 10 * np.random.default_rng([seed, len(case)]).lognormal(0, 0.01, 64)
+    low, middle, high = np.percentile(samples, [25, 50, 75])
+    values = {f"{name}_us": middle, f"{name}_low_us": low, f"{name}_high_us": high, "floor_us": 4.0}
+    return Evidence(
+        id="", run="", check=check, case=Case(subject=case, params={"n": seed}), outcome=Outcome.MEASURED,
+        measurements=tuple(Measurement(name=k, value=float(v), unit="us") for k, v in values.items()),
+        details={f"{name}_samples": samples.tolist(), **more},
+    )  # fmt: skip
+
+
+def test_published_records_of_launches_layers_and_steps_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from perf.__main__ import main
+
+    def records(seed: int, slow: str = "") -> list[Evidence]:
+        launches = [raw(f"k3-tp16-r8-{op}", seed, 1.05 if op == slow else 1.0) for op in LAUNCHES]
+        wide = [
+            raw("k3-tp16-r8-q1", seed, check="published.kernel_layers"),
+            raw("k3-step-tp16-r8-q1", seed, check="published.kernel_steps"),
+        ]
+        return [*launches, *wide]
+
+    base, same = store(tmp_path / "a", records(1)), store(tmp_path / "b", records(1))
+    assert main(["compare", str(base), str(same)]) == 0
+    assert len(read_times(base)) == len(LAUNCHES) + 2
+    for op in LAUNCHES:
+        capsys.readouterr()
+        assert main(["compare", str(base), str(store(tmp_path / f"slow-{op}", records(2, op)))]) == 1
+        said = capsys.readouterr().err.splitlines()
+        assert said[0].startswith(f"slower: published.kernel_launches k3-tp16-r8-{op} rank0 NVIDIA H200 launch: 1.0")
+
+
+def test_profiles_and_ablations_are_no_cells() -> None:
+    profile = raw("k3-tp8-r1-alone", 1, check="published.kernel_profile", kernels={"a": [1.0] * 6})
+    ablated = dataclasses.replace(raw("k3-tp8-r1-q1", 1, check="published.kernel_layers"), measurements=tuple(
+        Measurement(name=f"without_pdl{part}_us", value=10.0, unit="us") for part in ("", "_low", "_high")))  # fmt: skip
+    assert times_of([profile, ablated], "H200") == {}
+
+
+@pytest.mark.parametrize("samples", [["1", "2", "3"], [1.0, None, 2.0], [1.0, 2.0], "1.0 2.0", [True] * 5, {"a": 1}])
+def test_what_is_no_list_of_numbers_is_no_sample(samples) -> None:
+    record = raw("k3-tp8-r1-kda", 1, launch_samples=samples, launches={"kda": samples})
+    assert [(one.samples, one.median > 9) for one in times_of([record], "H200").values()] == [((), True)]
 
 
 @pytest.mark.parametrize(
