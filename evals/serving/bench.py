@@ -1,4 +1,8 @@
-"""Runs a bench command against each side, or takes results that are there, and reads both as cells of the matrix."""
+"""Runs a bench command against each side, or takes results that are there, and reads both as cells of the matrix.
+
+The command drives one server, because a cell of the matrix is the load of one: of several replicas the first is benched, which the table
+says. `perf.serving.request_times` times every replica of the candidate.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +52,11 @@ def measure_bench(targets: Mapping[str, ServedTarget]) -> Found:
     if times[0] and times[1]:
         measured.append(Measurement(name="speed_up", value=times[0] / times[1], unit="1"))
     _keep(files, list(cells.values()))
-    return tuple(measured), {"source": "server", "reasons": objections, "tables": [_table(cells, served)]}
+    return tuple(measured), {
+        "source": "server",
+        "reasons": objections,
+        "tables": [{**_table(cells, served, targets), "note": "; ".join(objections)}],
+    }
 
 
 def _result_of(role: str, perf: PerfConfig, target: ServedTarget) -> Path:
@@ -134,8 +142,11 @@ def _numbers(role: str, cell: CellResult, served: ServeResult | None) -> list[Me
     return found
 
 
-def _table(cells: Mapping[str, CellResult], served: Mapping[str, ServeResult | None]) -> dict[str, Any]:
-    columns = ["side", "cell", "source", "requests", "output tokens/s", "median TTFT ms", "median TPOT ms", "step us", "acceptance"]
+def _table(
+    cells: Mapping[str, CellResult], served: Mapping[str, ServeResult | None], targets: Mapping[str, ServedTarget]
+) -> dict[str, Any]:
+    times = ["output tokens/s", "median TTFT ms", "median TPOT ms", "step us"]
+    columns = ["side", "replica", "cell", "source", "requests", *times, "acceptance"]
     rows = []
     for role, cell in cells.items():
         one = served[role]
@@ -143,7 +154,8 @@ def _table(cells: Mapping[str, CellResult], served: Mapping[str, ServeResult | N
             str(one.completed), f"{one.output_tokens_per_s:.1f}", f"{one.median_ttft_ms:.1f}", f"{one.median_tpot_ms:.2f}",
         ]  # fmt: skip
         accepted = "–" if one is None or one.acceptance_length is None else f"{one.acceptance_length:.2f}"
-        rows.append([role, cell.cell.id, cell.source.value, *told, f"{cell.step_us:.0f}" if cell.step_us else "–", accepted])
+        replica = f"1 of {max(1, len(targets[role].side.base_url))}"
+        rows.append([role, replica, cell.cell.id, cell.source.value, *told, f"{cell.step_us:.0f}" if cell.step_us else "–", accepted])
     return {"title": "Both servers under one load", "columns": columns, "rows": rows}
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from evals.serving.config_rules import check_tables
 from evals.serving.config_tables import build, needs
 from evals.serving.names import IDENTITY_FIELDS, NANO_SUITES, REAL_SUITES, TABLE_OF
+from evals.serving.noise_rule import NOISE_FACTOR
 from validation.core import jsonio
 from validation.core.settings import unknown_keys
 from validation.core.toml_lines import KeyLines
@@ -142,7 +143,8 @@ class GateConfig:
     """May only be stricter than the policy file, which decides."""
 
     margin: Mapping[str, float] = field(default_factory=dict)  # suite -> allowed drop, at most the policy's
-    noise_factor: float = field(default=2.0, metadata=needs(least=1.0, most=2.0))  # candidate against the noise floor of stock
+    # The candidate's distance from stock over stock's from itself.
+    noise_factor: float = field(default=NOISE_FACTOR, metadata=needs(least=1.0, most=NOISE_FACTOR))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,8 @@ HUB = "openai/mrcr"
 NEEDLES = (2, 4, 8)
 LOWEST = 4096
 PUBLISHED_BINS = tuple(LOWEST << i for i in range(1, 9))  # upper ends: 8,192 … 1,048,576
+PUBLISHED_ROWS = 100 * len(PUBLISHED_BINS)  # of each needle count: a hundred a bin
+INDEX_FORM = 2
 COLUMNS = ("prompt", "answer", "random_string_to_prepend", "n_needles")
 LONGEST_TOKEN_CHARACTERS = 12  # no text averages more characters a token: a longer row cannot fit, and need not be counted
 TEMPLATE_TOKENS = 8  # a chat template adds to each message, at most; counted for the room in the context, not for the bin
@@ -82,9 +84,10 @@ class MrcrRows:
 
     features: Mapping[str, str] = dict.fromkeys((*COLUMNS, "tokens", "level", "cluster"), "")
 
-    def __init__(self, path: Path, places: Sequence[tuple[int, int, int]]) -> None:
+    def __init__(self, path: Path, places: Sequence[tuple[int, int, int]], seen: Mapping[int, int]) -> None:
         self._path = path
         self._places = list(places)  # offset, bytes, tokens
+        self.seen = dict(seen)  # needles -> different rows in the data, chosen or not
         self._fd = os.open(path, os.O_RDONLY)
 
     def __del__(self) -> None:
@@ -107,7 +110,12 @@ class MrcrRows:
         return (self[i] for i in range(len(self)))
 
     def select(self, rows: Sequence[int]) -> MrcrRows:
-        return MrcrRows(self._path, [self._places[row] for row in rows])
+        return MrcrRows(self._path, [self._places[row] for row in rows], self.seen)
+
+    @property
+    def data_share(self) -> float:
+        """Published rows in the data over all published ones, of the needle count with the fewest; below 1 some are missing."""
+        return min(min(self.seen.get(needles, 0), PUBLISHED_ROWS) for needles in NEEDLES) / PUBLISHED_ROWS
 
     def size_of(self, row: int) -> int:
         """Bytes of a row, for whoever bounds what is held at once."""
@@ -121,22 +129,32 @@ class MrcrRows:
 def prepare(choice: MrcrChoice, count: CountTokens, tokenizer: str, folder: Path, data: Path | None = None) -> MrcrRows:
     """The chosen rows, copied below `folder` once. `tokenizer` names what counts. Raises HarnessError for absent or damaged data."""
     files = _files(data)
-    name = digest({"choice": asdict(choice), "tokenizer": tokenizer, "files": [[str(f), f.stat().st_size] for f in files] or [HUB]})
+    source: list[Any] = [[str(f), f.stat().st_size] for f in files] or [HUB]
+    name = digest({"choice": asdict(choice), "tokenizer": tokenizer, "files": source, "form": INDEX_FORM})
     path, index = folder / f"mrcr-{name}.jsonl", folder / f"mrcr-{name}.index.json"
     if not index.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}.draft")
         try:
-            places = _copy(_chosen(_rows(files), choice, count), draft)
+            seen: dict[int, set[str]] = {}
+            places = _copy(_chosen(_counted(_rows(files), seen), choice, count), draft)
             if not places:
                 asked = f"{list(choice.needles)} needles in bins up to {list(choice.ends)} tokens"
                 raise HarnessError(f"mrcr: got no row with {asked}, needs some; choose other bins")
             draft.replace(path)
         finally:
             draft.unlink(missing_ok=True)
-        draft.write_text(json.dumps(places))
+        draft.write_text(json.dumps({"places": places, "seen": {needles: len(rows) for needles, rows in seen.items()}}))
         draft.replace(index)
-    return MrcrRows(path, [tuple(place) for place in json.loads(index.read_text())])
+    told = json.loads(index.read_text())
+    return MrcrRows(path, [tuple(place) for place in told["places"]], {int(n): count for n, count in told["seen"].items()})
+
+
+def _counted(rows: Iterable[Mapping[str, Any]], seen: dict[int, set[str]]) -> Iterator[Mapping[str, Any]]:
+    """The rows as they are; `seen` gets a digest of each by its needles, so that a row given twice counts once."""
+    for row in rows:
+        seen.setdefault(int(row["n_needles"]), set()).add(digest([row["prompt"], row["answer"]]))
+        yield row
 
 
 def _copy(rows: Iterable[Mapping[str, Any]], path: Path) -> list[tuple[int, int, int]]:

@@ -7,7 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+from scipy import stats
+
 from evals.serving.differences import position_errors
+from evals.serving.noise_rule import BLOCK_TOKENS, TAIL, widened
 from evals.serving.passes import CANDIDATE, MIXED, NOISE, PASSES, STOCK, Pass, Passes, Place
 from validation.core.types import Measurement
 from validation.core.worker import Refused
@@ -18,13 +22,12 @@ from validation.numerics.errors import (
     geometric_mean,
     largest,
     ratio,
-    ratio_low,
     root_mean_square,
 )
 
 Found = tuple[tuple[Measurement, ...], Mapping[str, Any]]
 SHOWN_TOKENS = 8
-NORMAL_95 = 1.96
+DRAWS = 4000
 RESOLUTION_NATS = 1e-6  # of a log-probability that a server computes in float32 and writes in decimal
 
 
@@ -50,8 +53,8 @@ def measure_contexts(passes: Passes, contexts: Sequence[int]) -> Found:
     """Ratios of one or several context lengths, with the candidate alone and among other requests."""
     places = [place for place in passes.places if place.context_tokens in contexts]
     errors = errors_of(passes, places)
-    noise = errors[NOISE.name]
-    measured = [*_ratios("", errors[CANDIDATE.name], noise), *_ratios("mixed_", errors[MIXED.name], noise), *_sound(errors)]
+    noise, count = errors[NOISE.name], len(places)
+    measured = [*ratios("", errors[CANDIDATE.name], noise, count), *ratios("mixed_", errors[MIXED.name], noise, count), *_sound(errors)]
     return tuple(measured), _details(passes, places, errors)
 
 
@@ -68,7 +71,7 @@ def measure_overall(passes: Passes, covered: float, outlier_factor: float) -> Fo
     most = passes.served_maximum()
     share = max(place.context_tokens for place in passes.places) / most if most else math.nan
     measured = [
-        *_ratios("", candidate, noise),
+        *ratios("", candidate, noise, len(passes.places)),
         *_sound(errors),
         Measurement(name="agreement_loss", value=loss, unit="share"),
         Measurement(name="outlier_share", value=float(wild.double().mean()), unit="share"),
@@ -94,8 +97,11 @@ def _typical(errors: TokenErrors) -> float:
     return geometric_mean(errors.rms.clamp(min=RESOLUTION_NATS))
 
 
-def _ratios(prefix: str, candidate: TokenErrors, noise: TokenErrors) -> list[Measurement]:
-    """Left out where stock shows no noise at all: the question is open then, unless the candidate is exact as well."""
+def ratios(prefix: str, candidate: TokenErrors, noise: TokenErrors, windows: int) -> list[Measurement]:
+    """The candidate's errors over stock's noise, both over the same tokens of `windows` windows, one after the other and of one length.
+
+    Left out where stock shows no noise at all: the question is open then, unless the candidate is exact as well.
+    """
     level = root_mean_square(noise.rms)
     reported = [
         Measurement(name=f"{prefix}error", value=_typical(candidate), unit="nats"),
@@ -105,23 +111,49 @@ def _ratios(prefix: str, candidate: TokenErrors, noise: TokenErrors) -> list[Mea
     ]
     if not level > RESOLUTION_NATS:
         return reported
+
+    low = {
+        f"{prefix}noise_ratio_low": _low_of_typical(candidate.rms, noise.rms, windows),
+        f"{prefix}rms_noise_ratio_low": math.sqrt(_low_of_sums(candidate.rms.square(), noise.rms.square(), windows)),
+        f"{prefix}kl_noise_ratio_low": _low_of_sums(candidate.kl, noise.kl, windows),
+    }
+    enough = len(blocks(noise.rms, windows)) > 1  # else there is no interval, and the question is open
     return [
         *reported,
         Measurement(name=f"{prefix}noise_ratio", value=ratio(_typical(candidate), _typical(noise)), unit="1"),
-        *_low(prefix, candidate, noise),
         Measurement(name=f"{prefix}rms_noise_ratio", value=ratio(root_mean_square(candidate.rms), level), unit="1"),
-        Measurement(name=f"{prefix}rms_noise_ratio_low", value=math.sqrt(ratio_low(candidate.rms.square(), noise.rms.square())), unit="1"),
-        Measurement(name=f"{prefix}kl_noise_ratio_low", value=ratio_low(candidate.kl, noise.kl), unit="1"),
+        *(Measurement(name=name, value=value, unit="1") for name, value in low.items() if enough),
     ]
 
 
-def _low(prefix: str, candidate: TokenErrors, noise: TokenErrors) -> list[Measurement]:
-    """Low end of the 95 % interval of the typical ratio, over tokens in pairs; left out with fewer than two."""
-    if len(noise.rms) < 2:
-        return []
-    logs = candidate.rms.clamp(min=RESOLUTION_NATS).log() - noise.rms.clamp(min=RESOLUTION_NATS).log()
-    low = float((logs.mean() - NORMAL_95 * logs.std() / math.sqrt(len(logs))).exp())
-    return [Measurement(name=f"{prefix}noise_ratio_low", value=low, unit="1")]
+def blocks(values_N: torch.Tensor, windows: int) -> torch.Tensor:
+    """[N] -> [blocks, BLOCK_TOKENS]: runs of tokens that lie side by side in one window. A window's last one is filled up with zeros."""
+    values_WT = values_N.reshape(windows, -1)
+    missing = -values_WT.shape[1] % BLOCK_TOKENS
+    return torch.nn.functional.pad(values_WT, (0, missing)).reshape(-1, BLOCK_TOKENS)
+
+
+def _low_of_typical(ours_N: torch.Tensor, theirs_N: torch.Tensor, windows: int) -> float:
+    """Low end of the interval of the ratio of geometric means, over blocks in pairs (Student's t)."""
+    logs = ours_N.clamp(min=RESOLUTION_NATS).log() - theirs_N.clamp(min=RESOLUTION_NATS).log()
+    off = blocks(logs - logs.mean(), windows).sum(-1)  # of each block, from the mean over all tokens
+    count = len(off)
+    if count < 2:
+        return math.nan
+    spread = math.sqrt(float(off.square().sum()) * count / (count - 1)) / len(logs)
+    return math.exp(float(logs.mean()) - float(stats.t.ppf(1 - TAIL, count - 1)) * spread)
+
+
+def _low_of_sums(ours_N: torch.Tensor, theirs_N: torch.Tensor, windows: int) -> float:
+    """Low end of the interval of a ratio of sums, over blocks drawn again in pairs; NaN if any value is NaN."""
+    ours, theirs = blocks(ours_N.double(), windows).sum(-1), blocks(theirs_N.double(), windows).sum(-1)
+    count = len(ours)
+    if count < 2 or bool(ours.isnan().any()) or bool(theirs.isnan().any()):
+        return math.nan
+    drawn = torch.randint(count, (DRAWS, count), generator=torch.Generator().manual_seed(count))
+    sums = ours[drawn].sum(-1), theirs[drawn].sum(-1)
+    ratios_D = torch.where(sums[1] > 0, sums[0] / sums[1], torch.where(sums[0] > 0, math.inf, 1.0))
+    return float(ratios_D.quantile(widened(TAIL, count), interpolation="lower"))
 
 
 def _sound(errors: Mapping[str, TokenErrors]) -> list[Measurement]:

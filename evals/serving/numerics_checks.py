@@ -2,10 +2,7 @@
 
 There is no oracle over HTTP. Stock is run twice instead, in ways that must not matter, and the candidate may be off stock's first run at
 most by a factor of what stock's second run is off it: the same statistics as the embedded lane, with stock's repetition in stock's place.
-
-Why 2 and not the 1.5 of that lane: a candidate at 1.5 times stock's error against the truth, rounding on its own, is sqrt(1 + 1.5^2) = 1.8
-of stock's errors away from stock; and stock's repetition shares some of its rounding with the first run, so it lies closer than two runs
-that share none. A fault below that factor is for the embedded lane to see, which looks at each sublayer.
+Why that factor is 2: `noise_rule.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evals.serving.broker import config_of
-from evals.serving.config import GateConfig, NumericsConfig
+from evals.serving.config import NumericsConfig
+from evals.serving.noise_rule import NOISE_FACTOR
 from validation.core.settings import Settings
 from validation.core.types import Case, Check, Limit, Measurement
 
@@ -29,7 +27,7 @@ CLAIM = "C-SERVE-2"
 ROLES = ("candidate", "stock")
 MUST_KILL = ("expert_scale_dropped",)
 TIME_LIMIT_S = 7 * 86400.0
-FACTOR = GateConfig().noise_factor
+FACTOR = NOISE_FACTOR
 OUTLIER_FACTOR, OUTLIER_SHARE = 10.0, 0.03
 COVERED_SHARE = 0.95
 _CALIBRATED = "calibrated: at most this multiple of stock's own noise (again, among other requests, with another share of prefill)"
@@ -40,11 +38,9 @@ def _limit(name: str, op: str, bound: float, unit: str, why: str) -> Limit:
 
 
 def _ratios(prefix: str, factor: float) -> tuple[Limit, ...]:
-    tail = "violated only when the whole 95 % bootstrap interval lies above the calibrated limit"
+    tail = "violated only when the whole bootstrap interval over blocks of tokens lies above the calibrated limit"
     return (
-        _limit(
-            f"{prefix}noise_ratio_low", "<=", factor, "1", f"{_CALIBRATED}; geometric mean over tokens, the low end of its 95 % interval"
-        ),
+        _limit(f"{prefix}noise_ratio_low", "<=", factor, "1", f"{_CALIBRATED}; geometric mean over tokens, the low end of its interval"),
         _limit(f"{prefix}rms_noise_ratio_low", "<=", factor, "1", f"RMS over tokens: {tail}"),
         _limit(f"{prefix}kl_noise_ratio_low", "<=", factor**2, "1", f"KL grows with the square of the error: {tail}"),
     )
@@ -69,11 +65,11 @@ class DecodeCheck:
     time_limit_s: float = TIME_LIMIT_S
 
     def cases(self) -> Iterable[Case]:
-        return _cases(NumericsConfig().bins, FACTOR)
+        return _cases(NumericsConfig().bins, FACTOR, 1)
 
     def cases_of(self, settings: Settings) -> Iterable[Case]:
         config = config_of(settings)
-        return _cases(config.numerics.bins, config.gate.noise_factor)
+        return _cases(config.numerics.bins, config.gate.noise_factor, len(config.candidate.base_url))
 
     def limits(self, case: Case) -> tuple[Limit, ...]:
         factor = float(case.params.get("factor", FACTOR))
@@ -82,7 +78,7 @@ class DecodeCheck:
     def measure(self, case: Case, targets: Mapping[str, Any]) -> tuple[tuple[Measurement, ...], Mapping[str, Any]]:
         from evals.serving.noise import measure_contexts
 
-        return measure_contexts(collected(targets), (int(case.params["context_tokens"]),))
+        return measure_contexts(collected(targets, case), (int(case.params["context_tokens"]),))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +93,10 @@ class OverallCheck:
     time_limit_s: float = TIME_LIMIT_S
 
     def cases(self) -> Iterable[Case]:
-        return (Case(subject="all-contexts"),)
+        return _overall_cases(1)
+
+    def cases_of(self, settings: Settings) -> Iterable[Case]:
+        return _overall_cases(len(config_of(settings).candidate.base_url))
 
     def limits(self, case: Case) -> tuple[Limit, ...]:
         drift = "growth of the log error ratio per doubling of the position: above this even at the low end of its 95 % interval is drift"
@@ -115,20 +114,29 @@ class OverallCheck:
     def measure(self, case: Case, targets: Mapping[str, Any]) -> tuple[tuple[Measurement, ...], Mapping[str, Any]]:
         from evals.serving.noise import measure_overall
 
-        return measure_overall(collected(targets), COVERED_SHARE, OUTLIER_FACTOR)
+        return measure_overall(collected(targets, case), COVERED_SHARE, OUTLIER_FACTOR)
 
 
-def _cases(bins: Sequence[int], factor: float) -> list[Case]:
+def _cases(bins: Sequence[int], factor: float, replicas: int) -> list[Case]:
+    """One a context and replica of the candidate: a replica with a fault must not vanish among sound ones."""
     tighter = {"factor": factor} if factor != FACTOR else {}
-    return [Case(subject="served", params={"context_tokens": n, **tighter}) for n in bins]
+    return [Case(subject="served", params={"context_tokens": n, **tighter, **which}) for n in bins for which in _replicas(replicas)]
 
 
-def collected(targets: Mapping[str, Any]) -> Passes:
+def _overall_cases(replicas: int) -> list[Case]:
+    return [Case(subject="all-contexts", params=which) for which in _replicas(replicas)]
+
+
+def _replicas(replicas: int) -> list[dict[str, int]]:
+    return [{"replica": k} if k > 1 else {} for k in range(1, max(1, replicas) + 1)]
+
+
+def collected(targets: Mapping[str, Any], case: Case) -> Passes:
     """The passes over all contexts, measured on the first call and read from their files afterwards. Raises Refused."""
     from evals.serving.passes import Passes
 
     folder = Path(os.environ.get("FASTTRACK_SCRATCH") or tempfile.mkdtemp())
-    passes = Passes(targets["stock"].config.numerics, targets, folder / "forced")
+    passes = Passes(targets["stock"].config.numerics, targets, folder / "forced", int(case.params.get("replica", 1)))
     passes.collect()
     return passes
 

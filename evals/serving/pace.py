@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+
+from evals.serving.noise_rule import widened
 
 Waves = Sequence[Sequence[float]]  # seconds of each request, wave by wave; NaN where it was lost
 DRAWS = 4000
@@ -56,10 +57,9 @@ def _log_ratios(wave: Sequence[float], references: Sequence[Sequence[float]]) ->
 
 
 def _interval(means: np.ndarray) -> tuple[float, float]:
-    """Bootstrap percentiles of the mean over waves, widened for few waves as Student's t is (Hesterberg 2015, expanded percentiles)."""
+    """Bootstrap percentiles of the mean over waves, widened for few of them."""
     n = len(means)
-    reach = math.sqrt(n / (n - 1)) * float(stats.t.ppf(0.5 + COVERAGE / 2, n - 1))
-    tail = float(stats.norm.cdf(-reach))
+    tail = widened((1 - COVERAGE) / 2, n)
     drawn = means[np.random.default_rng(n).integers(n, size=(DRAWS, n))].mean(axis=1)
     low, high = np.quantile(drawn, [tail, 1 - tail])
     return float(low), float(high)

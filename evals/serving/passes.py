@@ -5,6 +5,9 @@
                the window begun earlier, so that another part of the text comes from the prefill
     candidate  alone, and among other requests
 
+Each replica of the candidate has passes of its own, against the same passes of stock. Stock's are asked of its first replica alone: it is
+the yardstick, and a fault of another one could only lengthen it and hide the candidate's.
+
 With one set of GPUs a pass covers all contexts before the next begins, so each side is started as rarely as can be. Every window is a file
 of its own; what is there is not asked for again.
 """
@@ -80,10 +83,10 @@ class Outcome:
 
 
 class Passes:
-    """Windows of all passes in `folder`; `collect` fills what is missing."""
+    """Windows of all passes in `folder`; `collect` fills what is missing. `replica` of the candidate counts from 1."""
 
-    def __init__(self, config: NumericsConfig, targets: Mapping[str, ServedTarget], folder: Path) -> None:
-        self._config, self._targets, self._folder = config, targets, folder
+    def __init__(self, config: NumericsConfig, targets: Mapping[str, ServedTarget], folder: Path, replica: int = 1) -> None:
+        self._config, self._targets, self._folder, self.replica = config, targets, folder, replica
         self._texts: dict[int, list[int]] = {}
         self.restarted = False  # whether the noise pass ran on a server started again
         self.facts = targets["stock"].link.require_alike()
@@ -123,7 +126,12 @@ class Passes:
 
     def _path(self, one: Pass, place: Place) -> Path:
         asked = digest([self._identity[one.role], _plain(self._config)])
-        return self._folder / asked / one.name / f"{place.name}.json"
+        replica = self._replica_of(one)
+        name = one.name if replica == 1 else f"{one.name}-r{replica}"
+        return self._folder / asked / name / f"{place.name}.json"
+
+    def _replica_of(self, one: Pass) -> int:
+        return self.replica if one.role == "candidate" else 1
 
     def collect(self) -> None:
         """Ask for every window that is missing, pass by pass. A side that cannot be started leaves its windows missing, with the reason."""
@@ -148,7 +156,8 @@ class Passes:
     async def _ask_all(self, one: Pass, places: Sequence[Place], live: Live) -> None:
         async with AsyncExitStack() as stack:
             target = self._targets[one.role]
-            endpoint = await stack.enter_async_context(target.endpoint(live.base_urls[0], timeout_s=self._config.request_timeout_s))
+            url = live.base_urls[self._replica_of(one) - 1]
+            endpoint = await stack.enter_async_context(target.endpoint(url, timeout_s=self._config.request_timeout_s))
             for text in sorted({place.text for place in places} - self._texts.keys()):
                 self._texts[text] = await _tokens_of(endpoint, self._config, text)
             if one.mixed:

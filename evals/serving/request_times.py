@@ -202,16 +202,17 @@ def _found(load: Load, passes: Mapping[str, Timed], limit: float) -> Found:
     # An interval that reaches beyond the limit proves neither: left out, the claim stays open.
     if told.high <= limit:
         measured.append(Measurement(name="slowdown_high", value=told.high, unit="share"))
-    losses = [f"{name}: {words}" for name, timed in passes.items() for words in timed.losses[:2]]
-    return tuple(measured), {"reasons": [_words(load, told, limit), *losses], "tables": [_table(load, passes, told)]}
+    told_of = [_words(load, told, limit), *(f"{name}: {words}" for name, timed in passes.items() for words in timed.losses[:2])]
+    table = {**_table(load, passes, told), "note": f"{'; '.join(told_of)}."}
+    return tuple(measured), {"reasons": told_of, "tables": [table]}
 
 
 def _words(load: Load, told: Slowdown, limit: float) -> str:
     found = told.candidate
     what = "slower than stock" if told.low > limit else "as fast as stock" if told.high <= limit else "open, the interval is too wide"
     spread = f"95 % interval {found.low:.3f} to {found.high:.3f}; stock against itself {told.stock.ratio:.3f}; allowed {1 + limit:.2f}"
-    who = f"{load.concurrency} at once, replica {load.replica}"
-    return f"{who}: the candidate takes {found.ratio:.3f} times as long as stock for the same requests ({spread}): {what}"
+    who = f"With {load.concurrency} at once, replica {load.replica} of the candidate"
+    return f"{who} takes {found.ratio:.3f} times as long as stock for the same requests ({spread}): {what}"
 
 
 def _table(load: Load, passes: Mapping[str, Timed], told: Slowdown) -> dict[str, Any]:

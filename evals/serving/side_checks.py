@@ -46,7 +46,7 @@ def measure_identity(targets: Mapping[str, Any]) -> Found:
     ]
     table = {"title": "The two servers", "columns": ["fact", "stock", "candidate", ""], "rows": rows}
     told = [f"{fact} is not told by both servers; say it in [baseline] and [candidate]" for fact in comparison.open_facts]
-    return tuple(measured), {"tables": [table], "reasons": told}
+    return tuple(measured), {"tables": [{**table, "note": "; ".join(told)}], "reasons": told}
 
 
 def _word(fact: str, comparison: Any) -> str:

@@ -216,7 +216,7 @@ def _measurements(suite: str, case: Case, result: ServedResult, session: SuiteSe
     found = list(measurements_of(result.gate, result.pairs))
     evals, rows = session.config.evals, int(case.params.get("rows", 0))
     whole = suite != MRCR or MrcrChoice(needles=evals.mrcr_needles, bins=evals.mrcr_bins).is_whole(session.context_tokens())
-    share = full_share(suite, not rows and whole, len(result.pairs.items))
+    share = full_share(suite, not rows and whole, len(result.pairs.items), result.data_share)
     # A part of a suite decides nothing about the whole of it: left out, the claim stays open.
     found.append(Measurement(name="full_size" if share >= 1 else "part_of_the_suite", value=share, unit="share"))
     for side, passes in result.throughput.items():
@@ -231,11 +231,16 @@ def _measurements(suite: str, case: Case, result: ServedResult, session: SuiteSe
     return tuple(found)
 
 
-def full_share(suite: str, whole: bool, items: int) -> float:
-    """Items asked over the items of the whole suite; NaN where only a part was asked and the size of the whole is not known."""
+def full_share(suite: str, whole: bool, items: int, data_share: float = 1.0) -> float:
+    """Items asked over the items of the whole suite; NaN where only a part was asked and the size of the whole is not known.
+
+    `data_share` below 1 says that the data themselves are a part of what is published: a file cut short is never the whole suite.
+    """
     if suite in FULL_ROWS:
         return items / FULL_ROWS[suite]
-    return 1.0 if whole and items else math.nan
+    if not whole or not items:
+        return math.nan
+    return data_share
 
 
 def _details(result: ServedResult, session: SuiteSession) -> dict[str, Any]:
@@ -244,6 +249,10 @@ def _details(result: ServedResult, session: SuiteSession) -> dict[str, Any]:
     details["failures"] = {side: dict(kinds) for side, kinds in result.failures.items()}
     details["acceptance"] = {side: told.plain() for side, one in session.grown.items() if (told := acceptance_of(one)) is not None}
     details["tables"] += acceptance_tables(details["acceptance"])
+    if result.data_share < 1:
+        short = f"The data hold {result.data_share:.3f} of a needle count's published rows: a part, which decides nothing about the whole"
+        details["reasons"] = [*details["reasons"], short]
+        details["tables"][0] = {**details["tables"][0], "note": f"{details['tables'][0].get('note', '')} {short}.".strip()}
     details["facts"] = {side: dict(facts) for side, facts in session.facts.items()}
     _keep_report(session.kept)
     return details

@@ -152,6 +152,7 @@ class ServedResult:
     looks: int
     complete: bool
     report: bytes
+    data_share: float = 1.0  # published rows that the data hold over all published, where that is known to be fewer
 
 
 def run_suite(
@@ -377,6 +378,7 @@ class SuiteRun:
             looks=looks,
             complete=scored.complete,
             report=report_bytes(gate, scored.pairs, setting),
+            data_share=min(float(getattr(rows, "data_share", 1.0)) for rows in self._given.values()),
         )
         draft = self.folder / f"report.{os.getpid()}.draft"
         draft.write_bytes(result.report)

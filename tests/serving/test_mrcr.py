@@ -90,6 +90,21 @@ def test_a_choice_among_the_rows_is_not_the_whole_suite(choice, context_tokens, 
     assert math.isnan(full_share("mrcr", True, 0))
 
 
+def test_a_file_that_was_cut_short_is_never_the_whole_suite(tmp_path, monkeypatch):
+    """As many different rows as are published, of every needle count; a line twice is one row."""
+    monkeypatch.setattr(mrcr_hub, "PUBLISHED_ROWS", 5)
+    rng = random.Random(5)
+    whole = [mrcr_row(i, needles, 60, rng) for needles in (2, 4, 8) for i in range(5)]
+    cut = {"whole": whole, "short": whole[:-1], "twice": [*whole[:-1], whole[0]], "without": whole[:10], "longer": [*whole, whole[0]]}
+    shares = {}
+    for name, rows in cut.items():
+        made = prepare(CHOICE, count_words, "words", tmp_path / "cache", write_lines(tmp_path / f"{name}.jsonl", rows))
+        again = prepare(CHOICE, count_words, "words", tmp_path / "cache", tmp_path / f"{name}.jsonl")
+        assert made.data_share == again.data_share == made.select([0]).data_share
+        shares[name] = full_share("mrcr", True, len(made), made.data_share)
+    assert shares == {"whole": 1.0, "short": 0.8, "twice": 0.8, "without": 0.0, "longer": 1.0}
+
+
 def test_rows_that_leave_no_room_for_the_answer_are_not_asked(tmp_path, rows):
     path = write_lines(tmp_path / "mrcr.jsonl", rows)
     held = MrcrChoice(bins=(250, 800, 3200), context_tokens=1000, max_new_tokens=300)
@@ -179,6 +194,7 @@ def test_the_suite_scores_by_the_published_rule(tmp_path, rows, monkeypatch, cha
         sides = {role: side(role, server) for role in ("stock", "candidate")}
         result = run_suite("mrcr", **sides, policy=policy("mrcr"), plan=plan(chat=chat, data=data), folder=tmp_path / "out", shown=Silent())
         request = next(e["request"] for e in server.log if rows[0]["random_string_to_prepend"] in json.dumps(e["request"]))
+    assert result.data_share == 9 / 800
     scores = dict(zip(result.pairs.table["item"], result.pairs.table["score_stock"], strict=True))
     content = rows[1]["answer"].removeprefix(rows[1]["random_string_to_prepend"])
     assert scores["00000"] == 1.0
