@@ -1,8 +1,8 @@
 """Global and shared memory access by operand role.
 
 Rule (see `Role` in ops/contract.py): what a step writes is read with plain, side-effecting, non-`.nc` loads, after the grid wait; mailboxes
-with strong polled loads. The streaming form and the copy that may run before the wait exist for `weight` operands and refuse any other role
-while the kernel is being traced, so a wrong use cannot be compiled.
+with strong polled loads. The streaming form and what may run before the wait (early loads, copies) exist for `weight` operands and refuse
+any other role while the kernel is being traced, so a wrong use cannot be compiled.
 """
 
 from __future__ import annotations
@@ -87,45 +87,41 @@ def load_bf16(x: Global, offset: Any) -> Float32:
     return emit(code, (Float32,), (x.at(offset),), memory=True)
 
 
-def load_u8(x: Global, offset: Any) -> Int32:
-    return emit("ld.global.u8 $0, [$1];", (Int32,), (x.at(offset),), memory=True)
-
-
-# ---- the fast form: weights only, may run before the grid wait ----
+# ---- the fast form: weights only ----
 def load_weight_b128(x: Global, offset: Any) -> tuple[Int32, Int32, Int32, Int32]:
     x.require(WEIGHT)
     return emit("ld.global.nc.L1::no_allocate.v4.b32 {$0,$1,$2,$3}, [$4];", (Int32,) * 4, (x.at(offset),), memory=False)
 
 
-def load_weight_f32(x: Global, offset: Any) -> Float32:
-    x.require(WEIGHT)
-    return emit("ld.global.nc.f32 $0, [$1];", (Float32,), (x.at(offset),), memory=False)
-
-
-def load_weight_f32x4(x: Global, offset: Any) -> tuple[Float32, Float32, Float32, Float32]:
-    x.require(WEIGHT)
-    return emit("ld.global.nc.v4.f32 {$0,$1,$2,$3}, [$4];", (Float32,) * 4, (x.at(offset),), memory=False)
-
-
-def load_weight_bf16(x: Global, offset: Any) -> Float32:
-    x.require(WEIGHT)
-    code = "{ .reg .b16 h; ld.global.nc.b16 h, [$1]; mov.b32 $0, {0, h}; }"
-    return emit(code, (Float32,), (x.at(offset),), memory=False)
-
-
-def load_weight_u8(x: Global, offset: Any) -> Int32:
-    x.require(WEIGHT)
-    return emit("ld.global.nc.u8 $0, [$1];", (Int32,), (x.at(offset),), memory=False)
-
-
-def load_weight_b64(x: Global, offset: Any) -> tuple[Int32, Int32]:
-    x.require(WEIGHT)
-    return emit("ld.global.nc.v2.b32 {$0,$1}, [$2];", (Int32,) * 2, (x.at(offset),), memory=False)
-
-
 def load_weight_b32(x: Global, offset: Any) -> Int32:
     x.require(WEIGHT)
     return emit("ld.global.nc.b32 $0, [$1];", (Int32,), (x.at(offset),), memory=False)
+
+
+# ---- weights before the grid wait: not `.nc`, which the assembler sinks below the wait, where nothing hides its latency any more ----
+def load_weight_early_f32(x: Global, offset: Any) -> Float32:
+    x.require(WEIGHT)
+    return load_f32(x, offset)
+
+
+def load_weight_early_f32x4(x: Global, offset: Any) -> tuple[Float32, Float32, Float32, Float32]:
+    x.require(WEIGHT)
+    return load_f32x4(x, offset)
+
+
+def load_weight_early_b64(x: Global, offset: Any) -> tuple[Int32, Int32]:
+    x.require(WEIGHT)
+    return load_b64(x, offset)
+
+
+def load_weight_early_b128(x: Global, offset: Any) -> tuple[Int32, Int32, Int32, Int32]:
+    x.require(WEIGHT)
+    return load_b128(x, offset)
+
+
+def load_weight_early_b32(x: Global, offset: Any) -> Int32:
+    x.require(WEIGHT)
+    return load_b32(x, offset)
 
 
 # ---- asynchronous copies to shared memory (never moved across a wait by the assembler) ----
@@ -164,17 +160,6 @@ def copy_commit() -> None:
 def copy_wait(pending: int) -> None:
     """Wait until at most `pending` of this thread's newest copy groups are still in flight."""
     emit(f"cp.async.wait_group {pending};", (), (), memory=True)
-
-
-def prefetch_l2(x: Global, offset: Any) -> None:
-    x.require(WEIGHT)
-    emit("prefetch.global.L2 [$0];", (), (x.at(offset),), memory=True)
-
-
-def prefetch_l2_bytes(x: Global, offset: Any, size_bytes: Any) -> None:
-    """Pull `size_bytes` (a multiple of 16, from a 16-byte aligned element) of weights into L2."""
-    x.require(WEIGHT)
-    emit("cp.async.bulk.prefetch.L2.global [$0], $1;", (), (x.at(offset), Int32(size_bytes)), memory=True)
 
 
 # ---- stores ----
@@ -235,10 +220,6 @@ def shared_f32x2(address: Int32) -> tuple[Float32, Float32]:
     return emit("ld.shared.v2.f32 {$0,$1}, [$2];", (Float32,) * 2, (address,), memory=True)
 
 
-def shared_bf16(address: Int32) -> Float32:
-    return emit("{ .reg .b16 h; ld.shared.b16 h, [$1]; mov.b32 $0, {0, h}; }", (Float32,), (address,), memory=True)
-
-
 def shared_u8(address: Int32) -> Int32:
     return emit("ld.shared.u8 $0, [$1];", (Int32,), (address,), memory=True)
 
@@ -261,14 +242,3 @@ def shared_store_f32x2(address: Int32, a: Float32, b: Float32) -> None:
 
 def shared_store_bf16(address: Int32, value: Float32) -> None:
     emit("{ .reg .b16 h; cvt.rn.bf16.f32 h, $1; st.shared.b16 [$0], h; }", (), (address, value), memory=True)
-
-
-def remote_f32(address: Int32, rank: Any) -> Float32:
-    """Read a float of the same shared address in cluster block `rank` (the cluster barrier orders it)."""
-    code = "{ .reg .b32 a; mapa.shared::cluster.u32 a, $1, $2; ld.shared::cluster.f32 $0, [a]; }"
-    return emit(code, (Float32,), (address, Int32(rank)), memory=True)
-
-
-def remote_f32x2(address: Int32, rank: Any) -> tuple[Float32, Float32]:
-    code = "{ .reg .b32 a; mapa.shared::cluster.u32 a, $2, $3; ld.shared::cluster.v2.f32 {$0,$1}, [a]; }"
-    return emit(code, (Float32,) * 2, (address, Int32(rank)), memory=True)

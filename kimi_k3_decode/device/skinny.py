@@ -39,8 +39,6 @@ from kimi_k3_decode.device.sync import (
 
 STEP_K = 32  # k consumed by one ring step
 SHARED_LIMIT_BYTES = 227 * 1024
-L2_AHEAD_BYTES = 24 << 20  # weights of one launch pulled into L2 before the grid wait, beyond what its rings hold: about half of the L2
-AHEAD_ROW_TILE = 32  # fewer tokens leave room for rings that hold enough
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +152,8 @@ class Skinny:
             "stream": stream,
             "use_pdl": pdl,
         }
-        if t.m_tiles * t.row_tile >= 128:
-            options["min_blocks_per_mp"] = 1  # 64 sums a thread: without this the assembler spills to fit two blocks
+        if t.row_tile >= 32:
+            options["min_blocks_per_mp"] = 1  # many sums a thread: without this the assembler spills to fit more blocks than memory does
         if t.splits > 1:
             options["cluster"] = [t.splits, 1, 1]
         return options
@@ -195,22 +193,6 @@ class Skinny:
         mem.copy_commit()
 
     @cute.jit
-    def _prefetch(self, source: cutlass.Constexpr, n_tiles: cutlass.Constexpr, tile: Int32, step: Int32):
-        """Pull the rest of the tile that the ring stands in, up to this block's share of L2_AHEAD_BYTES: weights that would otherwise wait
-        for the launch before this one. A job is one row over one warp's slice of k."""
-        t = self.t
-        blocks, _, _ = cute.arch.grid_dim()
-        step_bytes = t.m_tiles * 2 * t.threads * 16
-        steps = cutlass.min(t.steps - step, L2_AHEAD_BYTES // step_bytes // blocks)
-        if (Int32(tile < n_tiles) & Int32(steps > 0)) != 0:
-            for m in cutlass.range_constexpr(t.m_tiles):
-                weights, first, last = source(tile, m)
-                for job in cutlass.range(self.tid, t.tile_m * t.warps_k, t.threads):
-                    row = cutlass.min(first + job // t.warps_k, last)
-                    k = self.rank * t.k_slice + job % t.warps_k * t.k_warp + step * STEP_K
-                    mem.prefetch_l2_bytes(weights, cutlass.Int64(row) * cutlass.Int64(t.k) + cutlass.Int64(k), steps * (STEP_K * 2))
-
-    @cute.jit
     def stage_x(self, x: cutlass.Constexpr, rows: Int32):
         """x[rows, slice of K] into shared memory; rows past `rows` stay undefined and only feed columns that are never stored."""
         t = self.t
@@ -247,8 +229,6 @@ class Skinny:
             step = step + 1
             tile = tile + self.groups * (step // t.steps)
             step = step % t.steps
-        if cutlass.const_expr(t.row_tile >= AHEAD_ROW_TILE):
-            self._prefetch(source, n_tiles, tile, step)
         grid_wait()
         grid_release()
         self.stage_x(x, rows)

@@ -89,6 +89,15 @@ def barrier_wait(address: Int32, phase: Int32):
         done = emit(code, (Int32,), (address, phase), memory=True)
 
 
+def send_f32(address: Int32, barrier: Int32, rank: Any, value: Float32) -> None:
+    """Store a float at the same shared address in cluster block `rank` and count 4 bytes on its barrier."""
+    code = (
+        "{ .reg .b32 d, m; mapa.shared::cluster.u32 d, $0, $2; mapa.shared::cluster.u32 m, $1, $2; "
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [d], $3, [m]; }"
+    )
+    emit(code, (), (address, barrier, Int32(rank), value), memory=True)
+
+
 def send_f32x2(address: Int32, barrier: Int32, rank: Any, a: Float32, b: Float32) -> None:
     """Store two floats at the same shared address in cluster block `rank` and count 8 bytes on its barrier."""
     code = (

@@ -259,7 +259,7 @@ def edges_part(asked: argparse.Namespace) -> int:
 def timed_part(asked: argparse.Namespace, part: str) -> int:
     """Compile first, while others may use the GPU, then time alone."""
     from perf.kernels import speed, step
-    from perf.kernels.binaries import compile_all, warm
+    from perf.kernels.binaries import warm
     from perf.kernels.layer import layers_of
 
     out, tps = asked.out, tuple(int(tp) for tp in asked.tp.split(","))
@@ -268,10 +268,6 @@ def timed_part(asked: argparse.Namespace, part: str) -> int:
     else:
         shapes = speed.SHAPES if part == "layer" else [(rows, 1) for rows in speed.PROFILED]
         warm(K3, [launch for tp in tps for rows, q in shapes for launch in layers_of(K3, tp, speed.LAYERS, rows, q)])
-        if part == "layer":
-            with speed.prefetch_off():
-                ahead = [(rows, q) for rows, q in shapes if speed.fetches_ahead(rows)]
-                compile_all(K3, [launch for tp in tps for rows, q in ahead for launch in layers_of(K3, tp, speed.LAYERS, rows, q)])
     with the_gpu(out, alone=True):
         if part == "step":
             step.steps(Records(out, "step"))

@@ -47,9 +47,3 @@ def warm(config: ModelConfig, plan: Iterable[Launch]) -> int:
     for spec in specs.values():
         sass_digest(spec)
     return len(specs)
-
-
-def compile_all(config: ModelConfig, plan: Iterable[Launch]) -> None:
-    """Compile as the launcher would, without digests: for kernels that are changed on purpose."""
-    for launch in plan:
-        launcher.compiled(kernel_spec(config, launch.contract))

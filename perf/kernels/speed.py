@@ -6,8 +6,6 @@ has to be no difference, else nothing of that record may be believed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -80,34 +78,6 @@ def count_distinct(chosen: dict[int, torch.Tensor]) -> dict[int, int]:
     return {layer: int(ids.unique().numel()) for layer, ids in chosen.items()}
 
 
-_UNFETCHED: dict[str, Any] = {}  # kernels compiled within `prefetch_off`
-
-
-@contextmanager
-def prefetch_off() -> Iterator[None]:
-    """Within it kernels are compiled without pulling weights into L2 ahead of their wait; others are set aside."""
-    from kimi_k3_decode.device import launcher, skinny
-
-    rows, kept = skinny.AHEAD_ROW_TILE, dict(launcher._CACHE)
-    skinny.AHEAD_ROW_TILE = 1 << 30
-    launcher._CACHE.clear()
-    launcher._CACHE.update(_UNFETCHED)
-    try:
-        yield
-    finally:
-        _UNFETCHED.update(launcher._CACHE)
-        skinny.AHEAD_ROW_TILE = rows
-        launcher._CACHE.clear()
-        launcher._CACHE.update(kept)
-
-
-def fetches_ahead(rows: int) -> bool:
-    """Whether kernels at this many rows pull weights into L2 ahead of their wait."""
-    from kimi_k3_decode.device import skinny
-
-    return rows >= skinny.AHEAD_ROW_TILE
-
-
 def untimed(record: dict[str, Any], found: Measured) -> dict[str, Any]:
     """The record without its times: the card slowed itself down in every attempt."""
     kept = ("case", "op", "what", "kernel", "conditions", "throttled_attempts_discarded_count")
@@ -133,9 +103,6 @@ class LayerBench:
         loops = {"fused": LayerLoop(K3, self.tp, LAYERS, rows, q, shared_weights=self.weights)}
         for name, off in ABLATIONS.items():
             loops[name] = LayerLoop(K3, self.tp, LAYERS, rows, q, shared_weights=self.weights, **off)
-        if fetches_ahead(rows):
-            with prefetch_off():
-                loops["without_prefetch"] = LayerLoop(K3, self.tp, LAYERS, rows, q, shared_weights=self.weights)
         measures = [name for name in loops if name != "fused"]
         chosen = {name: loop.chosen_experts() for name, loop in loops.items()}["fused"]
         differing = [f"{name} {buffer}" for name in measures for buffer in differing_buffers(loops["fused"], loops[name])]

@@ -81,8 +81,8 @@ class AttnRes:
         health = mem.Global("health_N", health_N, "mailbox")
         row, column, active = self.row.start()
         at = row * self.hidden + column
-        score = mem.load_weight_f32x4(score_weight, column)
-        norm = [value for word in mem.load_weight_b64(norm_weight, column) for value in bf16_word_f32x2(word)]
+        score = mem.load_weight_early_f32x4(score_weight, column)
+        norm = [value for word in mem.load_weight_early_b64(norm_weight, column) for value in bf16_word_f32x2(word)]
         grid_wait()
         grid_release()
 
@@ -117,7 +117,6 @@ class AttnRes:
         if active:
             out = [value * factor * weight for value, weight in zip(mixture, norm, strict=True)]
             mem.store_b64(x, at, (pack_bf16(out[0], out[1]), pack_bf16(out[2], out[3])))
-        self.row.finish()
 
     def masked(self, active: Any, value: Any) -> Any:
         """A sum's term, zero in threads without columns (select, not a product: the value may be NaN)."""

@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from kimi_k3_decode.device import memory as mem
-from kimi_k3_decode.device.math import bf16_word_f32x2, exp, rsqrt, sigmoid, silu, warp_sum
+from kimi_k3_decode.device.math import bf16_word_f32x2, exp, pack_bf16, rsqrt, sigmoid, silu, warp_sum
 from kimi_k3_decode.device.sync import block_sync, grid_release, grid_wait
 
 THREADS = 512
@@ -105,7 +105,7 @@ class Kda:
         self.f_b = mem.Global("f_b_CK", f_b_CK, "weight")
         a_log = mem.Global("a_log_H", a_log_H, "weight")
         dt_bias = mem.Global("dt_bias_C", dt_bias_C, "weight")
-        self.o_norm = mem.Global("o_norm_V", o_norm_V, "weight")
+        o_norm = mem.Global("o_norm_V", o_norm_V, "weight")
         self.slots = mem.Global("slots_BQ", slots_BQ, "table")
         accepted = mem.Global("accepted_B", accepted_B, "table")
         self.conv = mem.Global("conv_SW3C", conv_SW3C, "state")
@@ -126,25 +126,31 @@ class Kda:
         mem.copy_commit()
         channel = self.tid % HEAD
         part = cutlass.min(self.tid // HEAD, Int32(2))
-        taps = mem.load_weight_f32x4(self.conv_weight, (part * self.width + self.head * HEAD + channel) * TAPS)
-        rate = exp(mem.load_weight_f32(a_log, self.head))
-        bias = mem.load_weight_f32(dt_bias, self.head * HEAD + channel)
+        taps = mem.load_weight_early_f32x4(self.conv_weight, (part * self.width + self.head * HEAD + channel) * TAPS)
+        rate = mem.load_weight_early_f32(a_log, self.head)
+        bias = mem.load_weight_early_f32(dt_bias, self.head * HEAD + channel)
+        norm = mem.load_weight_early_b64(o_norm, self.lane * 4)
         grid_wait()
         grid_release()
         first_slot = mem.load_b32(self.slots, self.request * self.q)
         count = cutlass.max(cutlass.min(mem.load_b32(accepted, self.request), Int32(self.q)), Int32(1))
-        read_slot = mem.load_b32(self.slots, self.request * self.q + count - 1)
+        read_slot = first_slot
+        if cutlass.const_expr(self.q > 1):
+            read_slot = mem.load_b32(self.slots, self.request * self.q + count - 1)
         if (Int32(first_slot > 0) & Int32(read_slot > 0)) != 0:
             state = self.load_state(read_slot)
+            token = cutlass.min(self.warp, Int32(self.q - 1))
+            gate_at = (self.request * self.q + token) * self.proj_columns + 3 * self.width + self.head * HEAD + self.lane * 4
+            gate = mem.load_b64(self.proj, gate_at)
             self.convolve(first_slot, count, taps)
             mem.copy_wait(0)
             block_sync()
-            self.gates(rate, bias)
+            self.gates(exp(rate), bias)
             self.normalise()
             block_sync()
             self.recur(state)
             block_sync()
-            self.finish()
+            self.finish(gate, norm)
         else:
             mem.copy_wait(0)
             for i in cutlass.range(self.tid, self.q * HEAD, THREADS):
@@ -187,7 +193,7 @@ class Kda:
         """decay = exp(lower_bound sigmoid(exp(A_log) (F_B F_A x + dt_bias))): a thread takes one channel of every fourth token."""
         channel = self.tid % HEAD
         for token in cutlass.range(self.tid // HEAD, self.q, THREADS // HEAD):
-            total = Float32(0.0)
+            sums = [Float32(0.0)] * 4
             for i in cutlass.range_constexpr(HEAD // 8):
                 words = mem.shared_b128(self.f_b_at + (channel * (HEAD + 8) + i * 8) * 2)
                 low = mem.shared_f32x4(self.at(token, 4, i * 8))
@@ -195,14 +201,15 @@ class Kda:
                 factors = (*low, *high)
                 for j in cutlass.range_constexpr(4):
                     even, odd = bf16_word_f32x2(words[j])
-                    total = total + even * factors[2 * j] + odd * factors[2 * j + 1]
+                    sums[j] = sums[j] + even * factors[2 * j] + odd * factors[2 * j + 1]
+            total = (sums[0] + sums[1]) + (sums[2] + sums[3])
             decay = exp(Float32(self.lower_bound) * sigmoid(rate * (total + bias)))
             mem.shared_store_f32(self.at(token, 3, channel), decay)
 
     @cute.jit
     def normalise(self):
-        """A warp per (token, q or k): L2 norm; q also gets HEAD^-0.5."""
-        for job in cutlass.range(self.warp, 2 * self.q, WARPS):
+        """A warp per (token, q or k), the last warps first, which have no gates of a single token: L2 norm; q also gets HEAD^-0.5."""
+        for job in cutlass.range(WARPS - 1 - self.warp, 2 * self.q, WARPS):
             token = job // 2
             array = job % 2
             at = self.tokens_at + (token * self.token_floats + array * HEAD + self.lane * 4) * 4
@@ -256,15 +263,15 @@ class Kda:
                     mem.store_f32x4(self.state, base + Int64(r * HEAD), tuple(state[r * 4 + i] for i in range(4)))
 
     @cute.jit
-    def finish(self):
-        """A warp per token: RMSNorm over V, the shared norm weight, the output gate."""
-        for token in cutlass.range(self.warp, self.q, WARPS):
-            row = self.request * self.q + token
+    def finish(self, gate: cutlass.Constexpr, norm: cutlass.Constexpr):
+        """A warp per token: RMSNorm over V, the shared norm weight, the output gate. `gate` and `norm`: this lane's four, as loaded."""
+        if self.warp < self.q:
             channel = self.lane * 4
-            o = mem.shared_f32x4(self.at(token, 5, channel))
+            o = mem.shared_f32x4(self.at(self.warp, 5, channel))
             total = warp_sum(o[0] * o[0] + o[1] * o[1] + o[2] * o[2] + o[3] * o[3])
             factor = rsqrt(total * Float32(1.0 / HEAD) + Float32(NORM_EPS))
-            for i in cutlass.range_constexpr(4):
-                gate = mem.load_bf16(self.proj, row * self.proj_columns + 3 * self.width + self.head * HEAD + channel + i)
-                weight = mem.load_weight_bf16(self.o_norm, channel + i)
-                mem.store_bf16(self.out, row * self.width + self.head * HEAD + channel + i, o[i] * factor * weight * sigmoid(gate))
+            gates = (*bf16_word_f32x2(gate[0]), *bf16_word_f32x2(gate[1]))
+            weights = (*bf16_word_f32x2(norm[0]), *bf16_word_f32x2(norm[1]))
+            y = [o[i] * factor * weights[i] * sigmoid(gates[i]) for i in range(4)]
+            at = (self.request * self.q + self.warp) * self.width + self.head * HEAD + channel
+            mem.store_b64(self.out, at, (pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3])))

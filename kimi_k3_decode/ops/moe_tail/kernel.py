@@ -57,7 +57,7 @@ class LatentReduce:
         normed = mem.Global("latent_normed_TL", latent_normed_TL, "output")
         health = mem.Global("health_N", health_N, "mailbox")
         row, column, active = self.row.start()
-        scale = [value for word in mem.load_weight_b64(norm, column) for value in bf16_word_f32x2(word)]
+        scale = [value for word in mem.load_weight_early_b64(norm, column) for value in bf16_word_f32x2(word)]
         grid_wait()
         grid_release()
         total = sum_slots(box, other, health, self.ranks, rows * self.latent, row * self.latent + column)
@@ -68,7 +68,6 @@ class LatentReduce:
         if active:
             out = [value * factor * weight for value, weight in zip(values, scale, strict=True)]
             mem.store_b64(normed, row * self.latent + column, (pack_bf16(out[0], out[1]), pack_bf16(out[2], out[3])))
-        self.row.finish()
 
 
 def sum_slots(box: Any, other: Any, health: Any, ranks: int, stride: Any, offset: Any) -> list[Float32]:

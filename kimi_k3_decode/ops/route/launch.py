@@ -5,13 +5,14 @@ from __future__ import annotations
 from kimi_k3_decode.config import ModelConfig
 from kimi_k3_decode.device.launcher import PDL, ROWS, KernelSpec, health, no_scalars, operand, other
 from kimi_k3_decode.ops.contract import Contract
-from kimi_k3_decode.ops.route.kernel import WARPS, Route
+from kimi_k3_decode.ops.route.kernel import SORTED, WARPS, Route
 
 
 def spec(config: ModelConfig, contract: Contract) -> KernelSpec:
     """Up to 8 rows a block shares a row (where its warps all get enough experts), above a warp has one; one block for a single row."""
     forced, rows = contract.parameters["forced"], contract.parameters["rows"]
-    parts = WARPS if rows <= WARPS and config.n_experts >= WARPS * 4 * config.n_experts_per_token else 1
+    sorts = config.n_experts_per_token == SORTED and config.n_experts >= WARPS * 4 * SORTED
+    parts = WARPS if rows <= WARPS and sorts else 1
     list_blocks = 1 if rows == 1 or (parts == 1 and rows <= WARPS) else 8
     kernel = Route(
         config.n_experts,
