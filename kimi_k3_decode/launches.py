@@ -196,12 +196,13 @@ class _Builder:
         partial = {"latent_RTL": self.mailbox("expert_latent", message)}
         tables = {"live_rows_N": "table.live_rows", **({"forced_TZ": f"table.{tag}.forced"} if layer in self.forced else {})}
         routed = {**front, **tables, **lists, **chosen, "latent_TL": "latent"}
+        up = {"latent_TL": "latent", "ids_TZ": "ids", **lists, "hidden_TZI": "expert_hidden"}
         down = {"hidden_TZI": "expert_hidden", **lists, **chosen, **partial}
         tail = {"latent_normed_TL": "latent_normed", "shared_TD": "shared", "delta_RTD": self.mailbox("mlp_out", layer)}
         return [
             self.launch(f"{tag}.moe_front", "moe_front", {"x_TD": "x_mlp", **front}, layer),
             self.launch(f"{tag}.route", "route", routed, layer, forced=layer in self.forced),
-            self.launch(f"{tag}.experts_up", "experts_up", {"latent_TL": "latent", **lists, "hidden_TZI": "expert_hidden"}, layer),
+            self.launch(f"{tag}.experts_up", "experts_up", up, layer),
             self.launch(f"{tag}.experts_down", "experts_down", down, layer),
             # Joining streams takes a full edge, so neither end of the side stream's detour is a programmatic launch. The join is one launch
             # before the reader of `shared`, because that one has weights to fetch ahead and the small reduction has not.

@@ -1,4 +1,5 @@
-"""The work list of the routed experts, rebuilt by every block from the offsets: (expert, up to `tokens` of its pairs), in shared memory."""
+"""The work list of the routed experts in shared memory: (expert, up to `tokens` of its pairs). Every block builds it from the offsets or,
+for a single row, from the row's choices."""
 
 from __future__ import annotations
 
@@ -85,5 +86,24 @@ def compact(
             word = expert | (n << Int32(EXPERT_BITS)) | (first << Int32(EXPERT_BITS + COUNT_BITS))
             mem.shared_store_b32(at + place * 4, word)
             place = place + 1
+    block_sync()
+    return count
+
+
+def choices(ids: mem.Global, top_k: int, tid: Int32) -> tuple[Int32, Int32]:
+    """A single row: (this thread's entry, how many entries there are). Choice z is the entry of expert ids[z] with pair z; a padding row
+    has none."""
+    first = mem.load_b32(ids, 0)
+    chosen = mem.load_b32(ids, cutlass.min(tid, Int32(top_k - 1)))
+    mask = Int32((1 << EXPERT_BITS) - 1)
+    entry = (chosen & mask) | Int32(1 << EXPERT_BITS) | (tid << Int32(EXPERT_BITS + COUNT_BITS))
+    return entry, select(first >= 0, Int32(top_k), Int32(0))
+
+
+@cute.jit
+def listed(entry: Int32, count: Int32, top_k: cutlass.Constexpr, at: Int32, tid: Int32):
+    """Write the entries of `choices` to shared address `at`; returns their count. Ends with a block barrier."""
+    if tid < top_k:
+        mem.shared_store_b32(at + tid * 4, entry)
     block_sync()
     return count

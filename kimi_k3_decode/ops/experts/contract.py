@@ -22,6 +22,7 @@ def up(shard: Shard, *, rows: int) -> Contract:
         op="experts_up",
         operands=(
             given("latent_TL", T=rows, L=c.moe_latent_size),
+            given("ids_TZ", INT32, T=rows, Z=top_k),
             given("offsets_E", INT32, E=c.n_experts + 1),
             given("pairs_N", INT32, N=rows * top_k),
             *_packed("w1", shard, "I", inner, c.moe_latent_size),

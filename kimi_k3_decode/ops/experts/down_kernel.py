@@ -1,9 +1,11 @@
 """experts_down: the routed experts' second half and the weighted sum over the chosen, MXFP4 weights times BF16 activations, FP32 sums.
 
 One block per 16 latent rows walks over the same list of entries as experts_up (kernel.py), up to 8 pairs an entry; a warp takes every
-`warps`-th, codes and scales in a ring of cp.async, the pairs' activations one chunk ahead in registers. The products of all pairs lie in
-shared memory, are weighted and added per token in rank order of its choices, and the FP32 partial is published to every rank.
-Before the wait: nothing, since even the addresses of the weights depend on the routing. Rounding: none.
+`warps`-th, codes and scales in a ring of cp.async, the pairs' activations one chunk ahead in registers (a single row's in shared memory).
+The products of all pairs lie in shared memory, are weighted and added per token in rank order of its choices, and the FP32 partial is
+published to every rank.
+A single row needs no lists: its choices are the entries. Before the wait: nothing, since even the addresses of the weights depend on the
+routing. Rounding: none.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ from kimi_k3_decode.ops.experts.kernel import CHUNK, ENTRY_TOKENS, GROUP, group_
 
 
 class ExpertsDown:
-    """Fixed: experts, top_k, latent rows, intermediate size of this rank (k), the bucket of rows, ring depth in entries, warps."""
+    """Fixed: experts, top_k, latent rows, intermediate size of this rank (k), the most rows (1: the step has a single row), ring depth in
+    entries, warps."""
 
     def __init__(self, experts: int, top_k: int, latent: int, inner: int, row_tile: int, depth: int, warps: int) -> None:
+        self.single = row_tile == 1
         self.warps, self.threads = warps, 32 * warps
         self.experts, self.top_k, self.latent, self.inner, self.depth = experts, top_k, latent, inner, depth
         self.chunks = -(-inner // CHUNK)
@@ -38,7 +42,8 @@ class ExpertsDown:
         pairs = row_tile * top_k
         self.list_bytes = active.shared_bytes(experts, pairs, ENTRY_TOKENS, self.threads)
         self.entries = active.entries(experts, pairs, ENTRY_TOKENS)
-        self.sorted_bytes = -(-pairs * 4 // 16) * 16
+        # Pairs in expert order, or a single row's activations.
+        self.sorted_bytes = pairs * inner * 2 if self.single else -(-pairs * 4 // 16) * 16
         self.slot_bytes = self.chunks * 1024 + self.groups * 16
         self.ring_bytes = depth * warps * self.slot_bytes
         self.pair_bytes = pairs * 16 * 4
@@ -101,10 +106,18 @@ class ExpertsDown:
         self.pair_at = self.ring_at + self.ring_bytes
         grid_wait()
         grid_release()
-        for i in cutlass.range(self.tid, rows * self.top_k, self.threads):
-            mem.shared_store_b32(self.sorted_at + i * 4, mem.load_b32(pairs, i))
-        sums = self.list_at + self.entries * 4
-        count = active.compact(offsets, self.experts, ENTRY_TOKENS, self.threads, self.list_at, sums, self.tid)
+        count = Int32(0)
+        given = [Int32(0)] * (self.top_k // 2)  # a single row's weights
+        if cutlass.const_expr(self.single):
+            entry, count = active.choices(ids, self.top_k, self.tid)
+            given = [mem.load_b32(weights, z) for z in range(0, self.top_k, 2)]
+            self.stage()
+            count = active.listed(entry, count, self.top_k, self.list_at, self.tid)
+        else:
+            for i in cutlass.range(self.tid, rows * self.top_k, self.threads):
+                mem.shared_store_b32(self.sorted_at + i * 4, mem.load_b32(pairs, i))
+            sums = self.list_at + self.entries * 4
+            count = active.compact(offsets, self.experts, ENTRY_TOKENS, self.threads, self.list_at, sums, self.tid)
         if self.warp < count:
             self.walk(count)
         mem.copy_wait(0)
@@ -114,8 +127,9 @@ class ExpertsDown:
             row = i % 8 * 2
             total = Float32(0.0)
             second = Float32(0.0)
-            if mem.load_b32(ids, token * self.top_k) >= 0:
-                words = [mem.load_b32(weights, token * self.top_k + z) for z in range(0, self.top_k, 2)]
+            chosen = count - 1 if self.single else mem.load_b32(ids, token * self.top_k)
+            if chosen >= 0:
+                words = given if self.single else [mem.load_b32(weights, token * self.top_k + z) for z in range(0, self.top_k, 2)]
                 factors = [factor for word in words for factor in bf16_word_f32x2(word)]
                 for z in cutlass.range_constexpr(self.top_k):
                     a, b = mem.shared_f32x2(self.pair_at + ((token * self.top_k + z) * 16 + row) * 4)
@@ -124,13 +138,24 @@ class ExpertsDown:
             publish_f32x2(partial, (rank * rows + token) * self.latent + self.row_tile * 16 + row, total, second)
 
     @cute.jit
+    def stage(self):
+        """A single row: the activations of this warp's pairs to shared memory, the first of its copy groups."""
+        per_pair = self.inner // 8
+        for pair in cutlass.range(self.warp, self.top_k, self.warps):
+            for i in cutlass.range(self.lane, per_pair, 32):
+                at = pair * self.inner + i * 8
+                mem.copy_b128(self.sorted_at + at * 2, self.hidden, at)
+        mem.copy_commit()
+
+    @cute.jit
     def walk(self, count: Int32):
         """This warp's entries in order. The activations of the next chunk are always on their way."""
         for i in cutlass.range_constexpr(self.depth - 1):
             self.issue(self.warp + i * self.warps, count, Int32(i))
         slot = Int32(0)
         ahead = cute.make_rmem_tensor((16,), Int32)
-        self.load_x(ahead, mem.shared_b32(self.list_at + self.warp * 4), 0)
+        if cutlass.const_expr(not self.single):
+            self.load_x(ahead, mem.shared_b32(self.list_at + self.warp * 4), 0)
         for item in cutlass.range(self.warp, count, self.warps):
             entry = mem.shared_b32(self.list_at + item * 4)
             following = mem.shared_b32(self.list_at + cutlass.min(item + self.warps, count - 1) * 4)
@@ -167,14 +192,18 @@ class ExpertsDown:
     def load_x(self, x: Any, entry: Any, c: int) -> None:
         """This lane's 32 activations of chunk c of its token, as loaded. Tokens past the entry's repeat its last."""
         place = active.entry_first(entry) + cutlass.min(self.quad, active.entry_count(entry) - 1)
-        pair = mem.shared_b32(self.sorted_at + place * 4)
+        at = self.x_offset(mem.shared_b32(self.sorted_at + place * 4), c)
+        for i in range(4):
+            words = mem.load_b128(self.hidden, at + i * 8)
+            for j in range(4):
+                x[i * 4 + j] = words[j]
+
+    def x_offset(self, pair: Any, c: int) -> Any:
+        """Of this lane's activations of chunk c, in elements; past the end of k those before (their codes are zero)."""
         k = c * CHUNK + self.quad_lane * GROUP
         if (c + 1) * CHUNK > self.inner:
             k = cutlass.min(k, Int32(self.inner - GROUP))
-        for i in range(4):
-            words = mem.load_b128(self.hidden, pair * self.inner + k + i * 8)
-            for j in range(4):
-                x[i * 4 + j] = words[j]
+        return pair * self.inner + k
 
     @cute.jit
     def entry(self, entry: Int32, following: Int32, slot: Int32, ahead: cutlass.Constexpr):
@@ -183,9 +212,13 @@ class ExpertsDown:
         scales_at = at + self.chunks * 1024 + self.quad * self.groups
         acc = (Float32(0.0),) * 4
         for c in cutlass.range_constexpr(self.chunks):
-            x = [interleave(tuple(ahead[i * 4 + j] for j in range(4))) for i in range(4)]
-            last = c + 1 == self.chunks
-            self.load_x(ahead, following if last else entry, 0 if last else c + 1)
+            if cutlass.const_expr(self.single):
+                x_at = self.sorted_at + self.x_offset(active.entry_first(entry), c) * 2
+                x = [interleave(mem.shared_b128(x_at + i * 16)) for i in range(4)]
+            else:
+                x = [interleave(tuple(ahead[i * 4 + j] for j in range(4))) for i in range(4)]
+                last = c + 1 == self.chunks
+                self.load_x(ahead, following if last else entry, 0 if last else c + 1)
             group = cutlass.min(c * 4 + self.quad_lane, Int32(self.groups - 1))
             factors = [scale_factor(mem.shared_u8(scales_at + half * 8 * self.groups + group)) for half in range(2)]
             code_at = at + c * 1024 + self.lane * 16
@@ -194,7 +227,8 @@ class ExpertsDown:
         for j in cutlass.range_constexpr(2):
             token = self.quad_lane * 2 + j
             if token < n:
-                pair = mem.shared_b32(self.sorted_at + (active.entry_first(entry) + token) * 4)
+                place = active.entry_first(entry) + token
+                pair = place if self.single else mem.shared_b32(self.sorted_at + place * 4)
                 place = self.pair_at + (pair * 16 + self.quad) * 4
                 mem.shared_store_f32(place, acc[j])
                 mem.shared_store_f32(place + 8 * 4, acc[2 + j])

@@ -4,6 +4,7 @@ Computes hidden[pair, I] = SiTU(w1 z, w3 z). Works through a list of entries (ex
 shared memory (device/active.py); an expert with more pairs has more entries and its codes are read again, then from L2.
 A persistent block takes a run of neighbouring (entry, tile of 16 rows of w1 and w3), so it stages an entry's latents once for many tiles;
 warps split K and stream their codes through one ring of cp.async across all tiles. One block barrier a tile, before the sums over warps.
+A single row needs no lists: its choices are the entries, and its latents, staged once, serve them all.
 Before the wait: nothing, since even the addresses of the weights depend on the routing. Rounding: the result, once.
 """
 
@@ -25,6 +26,7 @@ from kimi_k3_decode.device.sync import block_sync, grid_release, grid_wait, warp
 CHUNK = 128  # k of one step: a quad of lanes, one group of 32 each
 GROUP = 32
 ENTRY_TOKENS = 8  # tokens of one mma, and of one entry of down
+MULTIPROCESSOR_BYTES, RESERVED_BYTES = 228 * 1024, 1024  # shared memory of a multiprocessor, and what each block takes beyond its own
 
 
 def interleave(words: Any) -> tuple[Int32, Int32, Int32, Int32]:
@@ -46,8 +48,8 @@ def group_products(acc: Any, low: Any, high: Any, low_scale: Any, high_scale: An
 
 
 class ExpertsUp:
-    """Fixed: experts, top_k, latent size (k), intermediate size of this rank, betas, warps over k, tokens an entry, most pairs of a step,
-    steps of the ring."""
+    """Fixed: experts, top_k, latent size (k), intermediate size of this rank, betas, warps over k, tokens an entry (1: the step has a
+    single row), most pairs of a step, steps of the ring."""
 
     def __init__(
         self,
@@ -66,6 +68,7 @@ class ExpertsUp:
         self.experts, self.top_k, self.latent, self.inner = experts, top_k, latent, inner
         self.beta, self.linear_beta = beta, linear_beta
         self.tokens, self.depth = tokens, depth
+        self.single = tokens == 1
         self.warps, self.threads = warps, 32 * warps
         self.chunks = latent // CHUNK
         self.steps = self.chunks // warps
@@ -79,9 +82,9 @@ class ExpertsUp:
         self.row_tiles = inner // 16
         self.x_pitch = self.chunks * CHUNK + 32
         self.slot_bytes = 4 * self.threads * 16
-        self.scale_slots = -(-(depth - 1) // self.steps) + 2
-        self.list_bytes = active.shared_bytes(experts, pairs, tokens, self.threads)
-        self.entries = active.entries(experts, pairs, tokens)
+        self.scale_slots = 2 if depth == self.steps else -(-(depth - 1) // self.steps) + 2
+        self.list_bytes = -(-top_k // 4) * 16 if self.single else active.shared_bytes(experts, pairs, tokens, self.threads)
+        self.entries = top_k if self.single else active.entries(experts, pairs, tokens)
         self.ring_bytes = depth * self.slot_bytes
         self.scale_slot_bytes = self.warps * 32 * self.scale_bytes
         self.x_bytes = tokens * self.x_pitch * 2
@@ -94,6 +97,7 @@ class ExpertsUp:
     def __call__(
         self,
         latent_TL: cute.Pointer,
+        ids_TZ: cute.Pointer,
         offsets_E: cute.Pointer,
         pairs_N: cute.Pointer,
         w1_EIJ: cute.Pointer,
@@ -105,7 +109,7 @@ class ExpertsUp:
         pdl: Int32,
         stream: Any,
     ):
-        self.kernel(latent_TL, offsets_E, pairs_N, w1_EIJ, w1_scale_EIG, w3_EIJ, w3_scale_EIG, hidden_TZI).launch(
+        self.kernel(latent_TL, ids_TZ, offsets_E, pairs_N, w1_EIJ, w1_scale_EIG, w3_EIJ, w3_scale_EIG, hidden_TZI).launch(
             grid=[blocks, 1, 1], block=[self.threads, 1, 1], smem=self.shared_bytes, stream=stream, use_pdl=pdl
         )
 
@@ -113,6 +117,7 @@ class ExpertsUp:
     def kernel(
         self,
         latent_TL: cute.Pointer,
+        ids_TZ: cute.Pointer,
         offsets_E: cute.Pointer,
         pairs_N: cute.Pointer,
         w1_EIJ: cute.Pointer,
@@ -122,6 +127,7 @@ class ExpertsUp:
         hidden_TZI: cute.Pointer,
     ):
         self.z = mem.Global("latent_TL", latent_TL, "input")
+        ids = mem.Global("ids_TZ", ids_TZ, "input")
         offsets = mem.Global("offsets_E", offsets_E, "input")
         self.pairs = mem.Global("pairs_N", pairs_N, "input")
         w1 = mem.Global("w1_EIJ", w1_EIJ, "weight")
@@ -142,7 +148,13 @@ class ExpertsUp:
         self.pair_at = self.sum_at + 2 * self.sum_bytes
         grid_wait()
         grid_release()
-        count = active.compact(offsets, self.experts, self.tokens, self.threads, self.list_at, self.list_at + self.entries * 4, self.tid)
+        if cutlass.const_expr(self.single):
+            entry, count = active.choices(ids, self.top_k, self.tid)
+            self.stage([Int32(0)])
+            count = active.listed(entry, count, self.top_k, self.list_at, self.tid)
+        else:
+            sums = self.list_at + self.entries * 4
+            count = active.compact(offsets, self.experts, self.tokens, self.threads, self.list_at, sums, self.tid)
         items = count * self.row_tiles
         each = items // blocks
         extra = items - each * blocks
@@ -155,22 +167,25 @@ class ExpertsUp:
     def walk(self, begin: Int32):
         """This block's tiles in order: the ring runs ahead over tile boundaries; one block barrier a tile."""
         steps, depth = self.steps, self.depth
+        # A ring as long as a tile has its slots known while tracing, and begins with the whole first tile on its way.
+        fixed = depth == steps
         ahead, ahead_scale, place = begin, Int32(0), Int64(0)
-        for i in cutlass.range_constexpr(depth - 1):
-            place = self.issue(ahead, i % steps, ahead_scale, self.slot_at(i), place)
+        for i in cutlass.range_constexpr(depth if fixed else depth - 1):
+            place = self.fetch(ahead, i % steps, ahead_scale, self.slot_at(i), place)
+            if cutlass.const_expr(i != depth - 2 or not fixed):
+                mem.copy_commit()
             if cutlass.const_expr((i + 1) % steps == 0):
                 ahead = ahead + 1
                 ahead_scale = self.next_of(ahead_scale, self.scale_slots)
-        # A ring as long as a tile has its slots known while tracing.
-        fixed = depth == steps
         slot, scale_slot, turn, staged = Int32(0), Int32(0), Int32(0), Int32(-1)
         for item in cutlass.range(begin, self.end):
             index = item // self.row_tiles
             entry = mem.shared_b32(self.list_at + index * 4)
-            if index != staged:
-                self.stage(entry, index % 2)
-                block_sync()
-            staged = index
+            if cutlass.const_expr(not self.single):
+                if index != staged:
+                    self.stage_entry(entry, index % 2)
+                    block_sync()
+                staged = index
             acc = [(Float32(0.0),) * 4 for _ in range(2)]
             for s in cutlass.range_constexpr(steps):
                 mem.copy_wait(depth - 2)
@@ -178,10 +193,17 @@ class ExpertsUp:
                     warp_sync()
                 # The slot of the step before is free: refill it first, so that its copies travel during the products.
                 before = (s - 1) % depth if fixed else select(slot == 0, Int32(depth - 1), slot - 1)
-                place = self.issue(ahead, (s + depth - 1) % steps, ahead_scale, self.slot_at(before), place)
-                if cutlass.const_expr((s + depth) % steps == 0):
-                    ahead = ahead + 1
-                    ahead_scale = self.next_of(ahead_scale, self.scale_slots)
+                if cutlass.const_expr(fixed and s == 0):
+                    # Of the first tile this step is on its way already.
+                    place = self.fetch(select(item == begin, self.end, ahead), depth - 1, ahead_scale, self.slot_at(before), place)
+                    ahead_scale = select(item == begin, ahead_scale, self.next_of(ahead_scale, self.scale_slots))
+                    ahead = select(item == begin, ahead, ahead + 1)
+                else:
+                    place = self.fetch(ahead, (s + depth - 1) % steps, ahead_scale, self.slot_at(before), place)
+                    if cutlass.const_expr((s + depth) % steps == 0):
+                        ahead = ahead + 1
+                        ahead_scale = self.next_of(ahead_scale, self.scale_slots)
+                mem.copy_commit()
                 acc = self.products(acc, self.slot_at(s if fixed else slot), scale_slot, s)
                 if cutlass.const_expr(not fixed):
                     slot = self.next_of(slot, depth)
@@ -189,7 +211,7 @@ class ExpertsUp:
             buffer = self.sum_at + turn * self.sum_bytes
             self.store_sums(acc, buffer)
             block_sync()
-            self.finish(buffer, self.pair_at + index % 2 * (ENTRY_TOKENS * 4), active.entry_count(entry), item - index * self.row_tiles)
+            self.finish(buffer, self.pair_at + index % 2 * (ENTRY_TOKENS * 4), entry, item - index * self.row_tiles)
             turn = 1 - turn
 
     def next_of(self, slot: Any, slots: int) -> Any:
@@ -200,7 +222,7 @@ class ExpertsUp:
         return self.ring_at + self.tid * 16 + slot * self.slot_bytes
 
     @cute.jit
-    def issue(self, item: Int32, step: cutlass.Constexpr, scale_slot: Int32, dst: Int32, place: Int64):
+    def fetch(self, item: Int32, step: cutlass.Constexpr, scale_slot: Int32, dst: Int32, place: Int64):
         """Copy this thread's codes of one step and, with a tile's first step, its warp's scales of the whole tile. Past the end nothing.
         Returns the tile's place: the offset of this thread's codes of step 0, in bytes of either matrix."""
         if item < self.end:
@@ -218,28 +240,39 @@ class ExpertsUp:
                 for half in cutlass.range_constexpr(2):
                     at = place + Int64(step * 64 + half * 8 * (self.latent // 2))
                     mem.copy_weight_b128(dst + (matrix * 2 + half) * (self.threads * 16), self.codes[matrix], at)
-        mem.copy_commit()
         return place
 
+    @property
+    def resident(self) -> int:
+        """Blocks to launch for each multiprocessor: two, or as many as it holds where a block then has a single tile."""
+        return max(2, MULTIPROCESSOR_BYTES // (self.shared_bytes + RESERVED_BYTES)) if self.single else 2
+
     @cute.jit
-    def stage(self, entry: Int32, parity: Int32):
-        """The entry's latents into shared memory: granule i of lane t at 32 i + 8 t of its chunk, so that a quad reads 64 adjacent bytes.
-        Tokens past the entry's repeat its last; their sums are dropped."""
-        per_row = self.latent // 8
+    def stage_entry(self, entry: Int32, parity: Int32):
+        """The latents of the entry's tokens, and its pairs. Tokens past the entry's repeat its last; their sums are dropped."""
         last = active.entry_first(entry) + active.entry_count(entry) - 1
         pairs = [mem.load_b32(self.pairs, cutlass.min(active.entry_first(entry) + t, last)) for t in range(self.tokens)]
-        for r in cutlass.range_constexpr(-(-per_row // self.threads)):
-            granule = r * self.threads + self.tid
-            if granule < per_row:
-                k = granule * 8
-                words = [mem.load_b128(self.z, pair // self.top_k * self.latent + k) for pair in pairs]
-                inside = k % CHUNK
-                place = k - inside + inside % GROUP // 8 * GROUP + inside // GROUP * 8
-                for t in cutlass.range_constexpr(self.tokens):
-                    mem.shared_store_b128(self.x_at + (t * self.x_pitch + place) * 2, interleave(words[t]))
+        self.stage([pair // self.top_k for pair in pairs])
         if self.tid == 0:
             for t in cutlass.range_constexpr(self.tokens):
                 mem.shared_store_b32(self.pair_at + (parity * ENTRY_TOKENS + t) * 4, pairs[t])
+
+    @cute.jit
+    def stage(self, rows: list):
+        """Latents of `rows` into shared memory: granule i of lane t at 32 i + 8 t of its chunk, so that a quad reads 64 adjacent bytes."""
+        per_row = self.latent // 8
+        granules = [r * self.threads + self.tid for r in range(-(-per_row // self.threads))]
+        words = []  # all loads before the first store, so that they travel together
+        for granule in granules:
+            k = cutlass.min(granule, Int32(per_row - 1)) * 8
+            words.append([mem.load_b128(self.z, row * self.latent + k) for row in rows])
+        for r in cutlass.range_constexpr(len(granules)):
+            if granules[r] < per_row:
+                k = granules[r] * 8
+                inside = k % CHUNK
+                place = k - inside + inside % GROUP // 8 * GROUP + inside // GROUP * 8
+                for t in cutlass.range_constexpr(self.tokens):
+                    mem.shared_store_b128(self.x_at + (t * self.x_pitch + place) * 2, interleave(words[r][t]))
 
     def products(self, acc: Any, code_at: Any, scale_slot: Any, s: int) -> Any:
         """Both matrices over one chunk of this warp."""
@@ -262,16 +295,20 @@ class ExpertsUp:
         def store(matrix: cutlass.Constexpr):
             at = buffer + (((self.warp * 2 + matrix) * 16 + self.quad) * self.tokens + self.quad_lane * 2) * 4
             if self.quad_lane * 2 < self.tokens:
-                mem.shared_store_f32x2(at, acc[matrix][0], acc[matrix][1])
-                mem.shared_store_f32x2(at + 8 * self.tokens * 4, acc[matrix][2], acc[matrix][3])
+                if cutlass.const_expr(self.single):
+                    mem.shared_store_f32(at, acc[matrix][0])
+                    mem.shared_store_f32(at + 8 * 4, acc[matrix][2])
+                else:
+                    mem.shared_store_f32x2(at, acc[matrix][0], acc[matrix][1])
+                    mem.shared_store_f32x2(at + 8 * self.tokens * 4, acc[matrix][2], acc[matrix][3])
 
         for matrix in range(2):
             store(matrix)
 
     @cute.jit
-    def finish(self, buffer: Int32, pair_at: Int32, n: Int32, row_tile: Int32):
+    def finish(self, buffer: Int32, pair_at: Int32, entry: Int32, row_tile: Int32):
         """Sums over the warps, the activation, one rounding."""
-        for i in cutlass.range(self.tid, 16 * n, self.threads):
+        for i in cutlass.range(self.tid, 16 * active.entry_count(entry), self.threads):
             token = i // 16
             column = i % 16
             gate = Float32(0.0)
@@ -280,5 +317,5 @@ class ExpertsUp:
                 at = buffer + ((w * 2 * 16 + column) * self.tokens + token) * 4
                 gate = gate + mem.shared_f32(at)
                 up = up + mem.shared_f32(at + 16 * self.tokens * 4)
-            pair = mem.shared_b32(pair_at + token * 4)
+            pair = active.entry_first(entry) if self.single else mem.shared_b32(pair_at + token * 4)
             mem.store_bf16(self.hidden, pair * self.inner + row_tile * 16 + column, situ(gate, up, self.beta, self.linear_beta))

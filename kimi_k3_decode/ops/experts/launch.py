@@ -36,7 +36,8 @@ def up(config: ModelConfig, contract: Contract) -> KernelSpec:
     inner, latent = contract["w1_EIJ"].shape[1], config.moe_latent_size
     chunks, tile = latent // CHUNK, row_tile(contract.parameters["rows"])
     warps = next(n for n in (7, 8, 4, 2, 1) if chunks % n == 0)
-    tokens = 2 if contract.parameters["rows"] <= FEW_ROWS else 4
+    rows = contract.parameters["rows"]
+    tokens = 1 if rows == 1 else 2 if rows <= FEW_ROWS else 4
     # A ring as long as a tile has fixed slots, which saves more than a step ahead brings.
     longest = chunks // warps if chunks // warps >= LONG_TILE else MAX_DEPTH
 
@@ -50,31 +51,33 @@ def up(config: ModelConfig, contract: Contract) -> KernelSpec:
             config.situ_linear_beta,
             warps=warps,
             tokens=tokens,
-            pairs=tile * config.n_experts_per_token,
+            pairs=(1 if rows == 1 else tile) * config.n_experts_per_token,
             depth=depth,
         )
 
     kernel = _deepest(make, HALF_BYTES, longest)
-    names = ("latent_TL", "offsets_E", "pairs_N", "w1_EIJ", "w1_scale_EIG", "w3_EIJ", "w3_scale_EIG", "hidden_TZI")
+    names = ("latent_TL", "ids_TZ", "offsets_E", "pairs_N", "w1_EIJ", "w1_scale_EIG", "w3_EIJ", "w3_scale_EIG", "hidden_TZI")
     items = kernel.entries * kernel.row_tiles
     return KernelSpec(
         op="experts_up",
         variant=f"t{tile}-e{config.n_experts}-z{config.n_experts_per_token}-l{latent}-i{inner}-w{warps}-n{tokens}-d{kernel.depth}",
         make=lambda: kernel,
         params=(*(operand(contract, name) for name in names), BLOCKS, PDL),
-        scalars=lambda given: {"blocks": min(items, 2 * given["processors"])},
+        scalars=lambda given: {"blocks": min(items, kernel.resident * given["processors"])},
     )
 
 
 def down(config: ModelConfig, contract: Contract) -> KernelSpec:
     inner, latent = contract.operands[0].shape[2], config.moe_latent_size
-    tile = row_tile(contract.parameters["rows"])
+    tile = 1 if contract.parameters["rows"] == 1 else row_tile(contract.parameters["rows"])
     warps = 16 if tile > MANY_ROWS else 8
 
     def make(depth: int) -> ExpertsDown:
         return ExpertsDown(config.n_experts, config.n_experts_per_token, latent, inner, tile, depth, warps)
 
-    kernel = _deepest(make, SHARED_LIMIT_BYTES if tile > MANY_ROWS else HALF_BYTES)
+    # A single row's entries are all on their way at once.
+    longest = 1 + -(-config.n_experts_per_token // warps) if tile == 1 else MAX_DEPTH
+    kernel = _deepest(make, SHARED_LIMIT_BYTES if tile > MANY_ROWS else HALF_BYTES, longest)
     names = ("hidden_TZI", "ids_TZ", "weights_TZ", "offsets_E", "pairs_N", "w2_ELJ", "w2_scale_ELG")
     return KernelSpec(
         op="experts_down",

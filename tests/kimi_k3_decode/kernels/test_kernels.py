@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kimi_k3_decode.config import K3, NANO, Shard
@@ -24,6 +25,7 @@ from kimi_k3_decode.device.memory import Global, RoleError  # noqa: E402
 from kimi_k3_decode.device.skinny import SHARED_LIMIT_BYTES, Tiling  # noqa: E402
 from kimi_k3_decode.kernels import SPECS, kernel_spec  # noqa: E402
 from kimi_k3_decode.ops.registry import CONTRACTS  # noqa: E402
+from kimi_k3_decode.ops.route import kernel as route  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 KNOWN_SPILL_BYTES = 32  # the most any kernel of the table keeps on its stack
@@ -102,7 +104,47 @@ def test_two_blocks_of_experts_fit_a_multiprocessor(config, tp) -> None:
         each = (228 << 10) // 2 - 1024
         assert up.make().shared_bytes <= each
         assert down.make().shared_bytes <= (each if rows <= 32 else SHARED_LIMIT_BYTES)
-        assert 0 < up.scalars({"processors": 132})["blocks"] <= 264
+        kernel = up.make()
+        assert 0 < up.scalars({"processors": 132})["blocks"] <= 132 * kernel.resident
+        assert kernel.resident * (kernel.shared_bytes + 1024) <= 228 << 10
+
+
+def test_a_single_row_has_kernels_of_its_own() -> None:
+    """Its choices are the work list: every expert's tiles have a block of their own, and none of the buckets' kernels is used."""
+    for tp in (8, 16):
+        shard = Shard(config=K3, tp=tp)
+        one, two = (kernel_spec(K3, CONTRACTS["experts_up"](shard, rows=rows)) for rows in (1, 2))
+        assert one.make().single
+        assert not two.make().single
+        assert one.scalars({"processors": 132})["blocks"] == K3.n_experts_per_token * shard.expert_intermediate // 16
+        one, two = (kernel_spec(K3, CONTRACTS["experts_down"](shard, rows=rows)) for rows in (1, 2))
+        assert one.make().single
+        assert not two.make().single
+
+
+def test_sorting_network_of_route_finds_the_best(monkeypatch) -> None:
+    """The warps' network on arrays of 32 lanes: the 16 largest keys of eight warps, the lowest ids among equals, in both halves."""
+    lanes = np.arange(32)
+
+    def exchanged(mine, other, keep_best):
+        better = (other[0] > mine[0]) | ((other[0] == mine[0]) & (other[1] < mine[1]))
+        return tuple(np.where(better ^ (keep_best == 0), o, m) for m, o in zip(mine, other, strict=True))
+
+    monkeypatch.setattr(route, "Int32", lambda value: np.asarray(value).astype(np.int64))
+    monkeypatch.setattr(route, "shuffle_xor", lambda value, mask: value[lanes ^ mask])
+    monkeypatch.setattr(route, "exchanged", exchanged)
+    draws = np.random.default_rng(3)
+    for highest in (5, 1000, 2**32):  # many ties, some, none
+        keys = draws.integers(1, highest, 1024)
+        lists = []
+        for warp in range(8):
+            own = [(keys[warp * 128 + lanes * 4 + j], warp * 128 + lanes * 4 + j) for j in range(4)]
+            lists.append(route.merged([route.sorted_halves(pair, lanes) for pair in own], lanes))
+        halves = [tuple(np.concatenate([a[i][:16], b[i][:16]]) for i in range(2)) for a, b in zip(lists[::2], lists[1::2], strict=True)]
+        key, found = route.merged(halves, lanes)
+        expected = np.lexsort((np.arange(1024), -keys))[:16]
+        assert found.tolist() == [*expected, *expected]
+        assert key.tolist() == keys[found].tolist()
 
 
 def test_more_rows_than_the_scope_are_refused() -> None:
@@ -123,7 +165,8 @@ def test_fast_loads_refuse_every_role_but_weight(role) -> None:
 
     x = Global.__new__(Global)
     x.name, x.role, x.bytes = "x_TD", role, 2
-    for load in (mem.load_weight_b128, mem.load_weight_f32, mem.load_weight_bf16, mem.load_weight_u8, mem.load_weight_b32, mem.prefetch_l2):
+    early = (mem.load_weight_early_f32, mem.load_weight_early_f32x4, mem.load_weight_early_b64)
+    for load in (mem.load_weight_b128, mem.load_weight_b32, *early):
         with pytest.raises(RoleError, match=f"x_TD: got role '{role}'"):
             load(x, 0)
     with pytest.raises(RoleError):
