@@ -40,9 +40,9 @@ class Side:
     "specialized"). Times in seconds, `context` in tokens (0: what the server says).
     """
 
-    model: str
+    model: str = field(metadata=needs(some=True))
     served_name: str = ""  # what requests name; default: `model`
-    base_url: tuple[str, ...] = ()
+    base_url: tuple[str, ...] = field(default=(), metadata=needs(some=True))
     command: tuple[str, ...] = ()
     port: int = field(default=0, metadata=needs(least=0, most=65535))  # 0: a free one
     env: Mapping[str, str] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Side:
 class EvalsConfig:
     """What is asked. `rows` 0 is the whole suite; `per_suite` overrides rows, repeats, max_repeats or max_new_tokens of one suite."""
 
-    suites: tuple[str, ...] = field(default=REAL_SUITES, metadata=needs(choices=(*REAL_SUITES, *NANO_SUITES)))
+    suites: tuple[str, ...] = field(default=REAL_SUITES, metadata=needs(choices=(*REAL_SUITES, *NANO_SUITES), some=True))
     rows: int = field(default=0, metadata=needs(least=0))
     repeats: int = field(default=0, metadata=needs(least=0))  # of the first look; 0: the task's own
     max_repeats: int = field(default=0, metadata=needs(least=0))  # budget of the top-up; 0: the first look only
@@ -87,14 +87,14 @@ class EvalsConfig:
     top_p: float = field(default=0.95, metadata=needs(least=0, most=1))
     top_k: int = field(default=0, metadata=needs(least=0))  # 0: not sent
     max_new_tokens: int = field(default=0, metadata=needs(least=0))  # 0: the task's own
-    concurrency: tuple[int, ...] = field(default=(1, 64), metadata=needs(least=1))
+    concurrency: tuple[int, ...] = field(default=(1, 64), metadata=needs(least=1, some=True))
     rows_at_one: int = field(default=0, metadata=needs(least=0))  # rows at concurrency 1; 0: as many as at the others
     api: str = field(default="chat", metadata=needs(choices=("chat", "completions")))
     reasoning: str = field(default="none", metadata=needs(choices=("none", "field", "tags")))  # where the chain of thought is
     reasoning_end: str = "</think>"  # with reasoning = "tags": only what follows is scored
     chat_template_kwargs: Mapping[str, str] = field(default_factory=dict)
     data: Mapping[str, str] = field(default_factory=dict)  # suite -> local file or folder
-    mrcr_needles: tuple[int, ...] = field(default=(2, 4, 8), metadata=needs(least=1))
+    mrcr_needles: tuple[int, ...] = field(default=(2, 4, 8), metadata=needs(choices=(2, 4, 8), some=True))
     mrcr_bins: tuple[int, ...] = field(default=(), metadata=needs(least=1))  # upper ends in tokens; default: all up to the context
     request_timeout_s: float = field(default=3600.0, metadata=needs(least=1))
     retries: int = field(default=4, metadata=needs(least=0))
@@ -107,7 +107,7 @@ class EvalsConfig:
 class NumericsConfig:
     """Per-token differences on the decode path. `bins` are context lengths in tokens; `window_tokens` are forced at the end of each."""
 
-    bins: tuple[int, ...] = field(default=(32768, 131072, 524288, 1048576), metadata=needs(least=16))
+    bins: tuple[int, ...] = field(default=(32768, 131072, 524288, 1048576), metadata=needs(least=16, some=True))
     text: str = ""  # long real text; default: the shipped generator, repeated topics up to any length
     window_tokens: int = field(default=64, metadata=needs(least=4))
     windows: int = field(default=2, metadata=needs(least=1))  # different texts a bin

@@ -9,6 +9,9 @@ from urllib.parse import urlsplit
 
 from evals.serving.config_tables import Complain
 from evals.serving.names import NANO_SUITES, REAL_SUITES
+from perf.servers import parse_cell
+from validation.core.types import HarnessError
+from validation.policy import load_policy
 
 LEAST_WAVES = 8
 
@@ -20,10 +23,9 @@ def check_tables(tables: Mapping[str, dict[str, Any]], complain: Complain) -> No
     if "evals" in tables:
         _check_evals(tables["evals"], complain)
     if "numerics" in tables:
-        _check_rising(tables["numerics"].get("bins", ()), ("numerics", "bins"), complain)
-    waves = tables.get("perf", {}).get("waves", 0)
-    if waves and waves < LEAST_WAVES:
-        complain(("perf", "waves"), f"got {waves}, needs at least {LEAST_WAVES} for an interval, or 0 to time no requests")
+        _check_numerics(tables["numerics"], complain)
+    _check_perf(tables.get("perf", {}), complain)
+    _check_margins(tables.get("gate", {}).get("margin", {}), complain)
     if {"baseline", "candidate"} <= tables.keys():
         _check_both(tables, complain)
 
@@ -36,7 +38,9 @@ def _check_side(side: dict[str, Any], table: str, complain: Complain) -> None:
     for url in side.get("base_url", ()):
         if not _is_address(url):
             complain((table, "base_url"), f"got {url!r}, needs http(s)://host[:port]")
-    if len(set(side.get("base_url", ()))) != len(side.get("base_url", ())):
+        elif "@" in urlsplit(url).netloc:
+            complain((table, "base_url"), "got an address with a user or key in it, needs none in a file; set api_key_env")
+    if len(_servers(side)) != len(side.get("base_url", ())):
         complain((table, "base_url"), "got one address twice, needs each replica once")
     if "base_url" in side:
         for key in ("env", "port", "cwd"):
@@ -60,7 +64,13 @@ def _is_address(url: str) -> bool:
         port = parts.port  # ValueError above 65535, as for an unclosed [
     except ValueError:
         return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0 and not (parts.query or parts.fragment)
+    plain = bool(parts.hostname) and not re.search(r"\s", url)
+    return parts.scheme in ("http", "https") and plain and port != 0 and not (parts.query or parts.fragment)
+
+
+def _servers(side: Mapping[str, Any]) -> set[str]:
+    """Its addresses as the client asks them: host names know no capitals, and /v1 is the same server."""
+    return {url.lower().rstrip("/").removesuffix("/v1").rstrip("/") for url in side.get("base_url", ())}
 
 
 def _check_command(side: dict[str, Any], table: str, complain: Complain) -> None:
@@ -109,6 +119,11 @@ def _check_evals(evals: dict[str, Any], complain: Complain) -> None:
         for key in values:
             if key not in ("rows", "repeats", "max_repeats", "max_new_tokens"):
                 complain(("evals", "per_suite", suite, key), "got an unknown key, needs rows, repeats, max_repeats or max_new_tokens")
+            elif values[key] < 0:
+                complain(("evals", "per_suite", suite, key), f"got {values[key]}, needs at least 0")
+        most, first = (values.get(key, evals.get(key, 0)) for key in ("max_repeats", "repeats"))
+        if values.keys() & {"repeats", "max_repeats"} and 0 < most < first:
+            complain(("evals", "per_suite", suite), f"got max_repeats {most} below repeats {first}, needs at least as many")
 
 
 def _check_rising(values: tuple[int, ...], where: tuple[str, ...], complain: Complain) -> None:
@@ -118,7 +133,7 @@ def _check_rising(values: tuple[int, ...], where: tuple[str, ...], complain: Com
 
 def _check_both(tables: Mapping[str, dict[str, Any]], complain: Complain) -> None:
     stock, candidate = tables["baseline"], tables["candidate"]
-    shared = set(stock.get("base_url", ())) & set(candidate.get("base_url", ()))
+    shared = _servers(stock) & _servers(candidate)
     if shared:
         complain(("candidate", "base_url"), f"got {sorted(shared)} on both sides, needs two deployments")
     together = tables.get("servers", {}).get("together", False)
@@ -126,11 +141,44 @@ def _check_both(tables: Mapping[str, dict[str, Any]], complain: Complain) -> Non
         complain(("candidate", "port"), f"got {candidate['port']} on both sides, needs two ports when both run together")
     if "accept_differences" in stock:
         complain(("baseline", "accept_differences"), "belongs to [candidate]: it says where the candidate may differ from the baseline")
-    perf = tables.get("perf", {})
+
+
+def _check_numerics(numerics: dict[str, Any], complain: Complain) -> None:
+    bins, window = numerics.get("bins", ()), numerics.get("window_tokens", 0)
+    _check_rising(bins, ("numerics", "bins"), complain)
+    # Stock's second pass begins a window earlier.
+    if bins and window and bins[0] < 2 * window + 2:
+        complain(
+            ("numerics", "window_tokens"), f"got {window} in a context of {bins[0]}, needs contexts of at least {2 * window + 2} tokens"
+        )
+
+
+def _check_perf(perf: dict[str, Any], complain: Complain) -> None:
+    waves = perf.get("waves", 0)
+    if waves and waves < LEAST_WAVES:
+        complain(("perf", "waves"), f"got {waves}, needs at least {LEAST_WAVES} for an interval, or 0 to time no requests")
     if perf.get("bench") and not (perf.get("baseline_cell") and perf.get("candidate_cell")):
         complain(("perf", "bench"), "got no baseline_cell and candidate_cell, needs both: the result does not say what was measured")
+    given = [side for side in ("baseline", "candidate") if perf.get(f"{side}_result")]
     for side in ("baseline", "candidate"):
-        if perf.get("bench") and perf.get(f"{side}_result"):
-            complain(("perf", f"{side}_result"), "got bench and a result, needs one: a command to run or a file that is there")
-        if perf.get(f"{side}_result") and not perf.get(f"{side}_cell"):
-            complain(("perf", f"{side}_result"), f"got no {side}_cell, needs one: the file does not say what was measured")
+        result, cell = f"{side}_result", f"{side}_cell"
+        if perf.get("bench") and perf.get(result):
+            complain(("perf", result), "got bench and a result, needs one: a command to run or a file that is there")
+        if perf.get(result) and not perf.get(cell):
+            complain(("perf", result), f"got no {cell}, needs one: the file does not say what was measured")
+        if perf.get(cell):
+            try:
+                parse_cell(perf[cell])
+            except HarnessError as error:
+                complain(("perf", cell), str(error).removeprefix("cell: "))
+    if len(given) == 1:
+        complain(("perf", f"{given[0]}_result"), "got the result of one side, needs those of both")
+
+
+def _check_margins(margins: Mapping[str, float], complain: Complain) -> None:
+    allowed = load_policy().limits["evals"]["margin"]
+    for suite, margin in margins.items():
+        if suite not in allowed:
+            complain(("gate", "margin", suite), f"got an unknown suite, needs one of {sorted(allowed)}")
+        elif not 0 < margin <= allowed[suite]:
+            complain(("gate", "margin", suite), f"got {margin}, needs a number above 0 and at most the policy's {allowed[suite]}")

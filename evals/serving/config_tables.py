@@ -6,15 +6,16 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+MOST_NUMBER = 1e15  # whole numbers up to it are exact everywhere, and no time or count comes near it
 Complain = Callable[[tuple[str, ...], str], None]  # where (table, key, ...), what
 
 
-def needs(*, least: float | None = None, most: float | None = None, choices: tuple[Any, ...] = ()) -> dict[str, Any]:
-    """Metadata of a field: what each of its values must be."""
-    return {"least": least, "most": most, "choices": choices}
+def needs(*, least: float | None = None, most: float | None = None, choices: tuple[Any, ...] = (), some: bool = False) -> dict[str, Any]:
+    """Metadata of a field: what each of its values must be, and whether there must be one."""
+    return {"least": least, "most": most, "choices": choices, "some": some}
 
 
 def build(kind: Any, value: Mapping[str, Any], where: tuple[str, ...], complain: Complain) -> dict[str, Any]:
@@ -63,9 +64,23 @@ def _convert(hint: Any, item: Any) -> Any:
     return item
 
 
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple | Mapping):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
 def _out_of_range(value: Any, needs: Mapping[str, Any]) -> list[str]:
-    found = []
-    for item in value if isinstance(value, tuple) else (value,):
+    found = [f"got {'an empty list' if isinstance(value, tuple) else repr(value)}, needs some"] if needs.get("some") and not value else []
+    for item in _leaves(value):
+        if isinstance(item, int | float) and not abs(item) <= MOST_NUMBER:
+            found.append(f"got {item}, needs a number up to {MOST_NUMBER:g}")
+            continue
+        if isinstance(item, str) and "\0" in item:
+            found.append(f"got {item!r}, needs text without NUL")
+            continue
         if needs.get("choices") and item not in needs["choices"]:
             found.append(f"got {item!r}, needs one of {list(needs['choices'])}")
         if needs.get("least") is not None and not item >= needs["least"]:

@@ -100,6 +100,28 @@ def test_a_good_file_is_read_and_survives_json(tmp_path):
         ("[numerics]\nbins = [1024, 4096]", 'perf = "x"', 20, "whole number"),
         ("[gate]", '[perf]\nbench = ["b"]\n[gate]', 27, "cell"),
         ("margin = { gsm8k = 0.01 }", "noise_factor = 3.0", 27, "at most 2.0"),
+        ("margin = { gsm8k = 0.01 }", "margin = { gsm9k = 0.01 }", 27, "unknown suite"),
+        ("margin = { gsm8k = 0.01 }", "margin = { gsm8k = 0.5 }", 27, "at most the policy's 0.02"),
+        ("margin = { gsm8k = 0.01 }", "margin = { gsm8k = -0.01 }", 27, "above 0"),
+        ("margin = { gsm8k = 0.01 }", "margin = { gsm8k = nan }", 27, "needs a number up to"),
+        ("concurrency = [1, 32]", "concurrency = []", 18, "needs some"),
+        ("concurrency = [1, 32]", "request_timeout_s = inf", 18, "needs a number up to"),
+        ("concurrency = [1, 32]", "rows = 99999999999999999999", 18, "needs a number up to"),
+        ("concurrency = [1, 32]", "mrcr_needles = [3]", 18, "needs one of"),
+        ('suites = ["gsm8k"]', "suites = []", 17, "needs some"),
+        ("bins = [1024, 4096]", "bins = []", 24, "needs some"),
+        ("bins = [1024, 4096]", "bins = [64]\nwindow_tokens = 64", 25, "needs contexts of at least 130"),
+        ("rows = 100", "rows = -5", 21, "at least 0"),
+        ("rows = 100", "repeats = 4\nmax_repeats = 2", 20, "at least as many"),
+        ('model = "weights/k3"\nserved_name', 'model = ""\nserved_name', 4, "needs some"),
+        ('served_name = "k3"', 'served_name = "k\\u00003"', 5, "without NUL"),
+        ('base_url = ["http://a:8000", "http://b:8000"]', "base_url = []", 12, "needs some"),
+        ('base_url = ["http://a:8000", "http://b:8000"]', 'base_url = "http://me:key@a:8000"', 12, "api_key_env"),
+        ('base_url = ["http://a:8000", "http://b:8000"]', 'base_url = "http://a :8000"', 12, "http"),
+        ('base_url = ["http://a:8000", "http://b:8000"]', 'base_url = ["http://a:1", "http://A:1/v1/"]', 12, "twice"),
+        ("[gate]", '[perf]\nbaseline_cell = "x"\n[gate]', 27, "needs an id such as"),
+        ("[gate]", "[perf]\nwaves = 3\n[gate]", 27, "at least 8"),
+        ("[gate]", '[perf]\nbaseline_result = "a.json"\nbaseline_cell = "k3-H200-tp8-b1-q1-c64-al1-auto"\n[gate]', 27, "both"),
     ],
 )
 def test_a_mistake_is_named_with_its_line(tmp_path, old, new, line, words):
@@ -121,6 +143,7 @@ def test_a_side_that_is_missing_is_an_error(tmp_path):
 def test_both_sides_cannot_be_one_server(tmp_path):
     text = '[baseline]\nmodel = "m"\nbase_url = "http://a:1"\n[candidate]\nmodel = "m"\nbase_url = "http://a:1"\n'
     assert problems_of(tmp_path, text)[0][0] == 6
+    assert problems_of(tmp_path, text.replace('"http://a:1"\n[', '"http://a:1/v1"\n['))[0][0] == 6  # the same server, written otherwise
 
 
 @pytest.mark.parametrize(("text", "words"), [("[baseline\n", "line 1"), ("\x00", "TOML"), ("a = 1\na = 2\n", "line 2")])
