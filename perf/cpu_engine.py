@@ -129,12 +129,10 @@ def measured_acceptance(
     from kimi_k3_decode.dspark import DsparkProposer, SpeculativeDecoder, lowest_argmax
     from kimi_k3_decode.stock import StockPath
     from perf import nano_subject
-    from validation.core.settings import PROJECT_ROOT
     from validation.policy import load_policy
     from validation.targets.engine import find_candidate
 
-    data = PROJECT_ROOT / "evals" / "nano" / "data" / "gsm8k_nano.jsonl"
-    prompts = [json.loads(line)["prompt"] for line in data.read_text().splitlines()[: 50 * items : 50]]
+    prompts = [json.loads(line)["prompt"] for line in nano_subject.WORD_PROBLEMS.read_text().splitlines()[: 50 * items : 50]]
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(nano_subject.CHECKPOINT / "tokenizer.json"))

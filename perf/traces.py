@@ -6,7 +6,8 @@ agentic   one turn of a conversation: the output of a tool is prefilled behind w
 
 A subject may keep its caches from one request to the next; what it does not hold is prefilled from the start, in the time of that request.
 Tokens are given, not chosen, so that both sides do the same work and a reply can be compared with the oracle's: logits [U, V] of the last
-token of each user that the request touched. Tokens of later requests are not in it. Prefill is stock's on both sides.
+token of each user that the request touched. They are problems as the model knows them: on random tokens BF16 drifts from the oracle until
+no limit tells a right reply from a wrong one. Tokens of later requests are not in a request. Prefill is stock's on both sides.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Mixed:
                 for before, after in pairwise(lengths):
                     seed = yield answer
                     if not before.any():
-                        tokens = np.random.default_rng(seed).integers(4, NANO.vocab_size, size=(self.users, lengths[-1].max()))
+                        tokens = nano_subject.texts(np.random.default_rng(seed), self.users, int(lengths[-1].max()))
                     given = np.where(np.arange(after.max()) < after[:, None], tokens[:, : after.max()], 0)
                     answer = {"tokens": given, "before": before, "after": after, "room": lengths[-1].max(keepdims=True)}
 
@@ -107,7 +108,7 @@ class Agentic:
                 for turn in range(self.turns):
                     seed = yield answer
                     rng = np.random.default_rng([seed, turn])
-                    tool, said = (rng.integers(4, NANO.vocab_size, size=(self.users, n)) for n in (self.tool_tokens, self.answer_tokens))
+                    tool, said = (nano_subject.texts(rng, self.users, n) for n in (self.tool_tokens, self.answer_tokens))
                     history = np.concatenate([history, tool], axis=1)
                     answer = {"history": history, "answer": said, "turn": np.array([turn]), **fixed}
                     history = np.concatenate([history, said], axis=1)

@@ -15,10 +15,13 @@ from typing import Any
 import numpy as np
 
 from perf.adversary import Comparison, Subject, Workload, compare
-from perf.cpu_engine import ERROR_LIMIT, conditions
+from perf.cpu_engine import conditions
 from perf.stats import Interval, paired_ratio
 
 SEED = 5
+# Relative error of a row of logits on problems that the model knows: BF16 stays within a few hundredths of the oracle, now and then a
+# tenth, while the logits of another trace are off by 0.6 and more.
+ERROR_LIMIT = 0.4
 PAIRS = 4  # interleaved traces; conversations of the agentic one are half as many
 LONG_PAIRS = 3
 LONG_TOKENS = 4096  # of a prompt that takes seconds: it is its own warm-up, and what is decoded behind it is timed in several stretches

@@ -42,7 +42,7 @@ def replays_the_first_answer(weights):
 
 
 def test_the_limit_of_the_lane_is_the_engines() -> None:
-    assert checks.ERROR_LIMIT == cpu_engine.ERROR_LIMIT
+    assert (checks.ERROR_LIMIT, checks.WORKLOAD_ERROR_LIMIT) == (cpu_engine.ERROR_LIMIT, workloads.ERROR_LIMIT)
     found = checks.checks()
     assert {c.id for c in found} == set(checks.LIMITS)
     assert all(list(c.limits(case)) for c in found for case in c.cases())
@@ -80,12 +80,12 @@ def test_both_paths_and_the_oracle_replay_the_same_mixed_trace() -> None:
         reference = oracle(one)
         assert reference["logits"].shape[0] == int((one["after"] > one["before"]).sum())
         for run in paths:
-            assert row_errors(run(one), reference, range(len(reference["logits"])))["logits"] < cpu_engine.ERROR_LIMIT
+            assert row_errors(run(one), reference, range(len(reference["logits"])))["logits"] < workloads.ERROR_LIMIT
     afresh = traces.stock({})(given[-1])  # saw the last request only, so it starts over
-    assert row_errors(afresh, reference, [0, 1])["logits"] < cpu_engine.ERROR_LIMIT
+    assert row_errors(afresh, reference, [0, 1])["logits"] < workloads.ERROR_LIMIT
     other = SMALL.requests()
     elsewhere = [other(seed + 9) for seed in range(5)][-1]
-    assert row_errors(traces.stock({})(elsewhere), reference, [0, 1])["logits"] > cpu_engine.ERROR_LIMIT  # another trace is not excused
+    assert row_errors(traces.stock({})(elsewhere), reference, [0, 1])["logits"] > workloads.ERROR_LIMIT  # another trace is not excused
 
 
 def test_decode_alone_is_the_decode_requests_and_end_to_end_is_all_of_them() -> None:
@@ -117,7 +117,7 @@ def test_a_conversation_goes_on_from_what_is_held_and_starts_over_where_it_is_no
     for given in made[:3]:
         kept = going_on(given)
     assert going_on.held is not None
-    assert row_errors(kept, afresh(made[2]), [0, 1])["logits"] < cpu_engine.ERROR_LIMIT  # the oracle saw the last turn only
+    assert row_errors(kept, afresh(made[2]), [0, 1])["logits"] < workloads.ERROR_LIMIT  # the oracle saw the last turn only
 
 
 def test_the_workloads_are_measured_beside_their_conditions(monkeypatch) -> None:
@@ -125,7 +125,7 @@ def test_the_workloads_are_measured_beside_their_conditions(monkeypatch) -> None
     found = workloads.measure("specialized", pairs=3, prompt_tokens=16)
     row = found["mixed_prefill"]
     assert row["reasons"] == []
-    assert row["worst_error"] < cpu_engine.ERROR_LIMIT
+    assert row["worst_error"] < workloads.ERROR_LIMIT
     text = " ".join(str(item) for item in workload_table(found)["rows"][0])
     assert "prefill counted" in text
     assert "no speculation" in text
@@ -135,7 +135,7 @@ def test_a_workload_with_an_objection_shows_no_number() -> None:
     inputs = SMALL.requests()
     decode = [inputs(seed) for seed in range(2)][-1]
     wrong = traces.candidate({"candidate": f"{__name__}:answers_for_the_next_token"})(decode)
-    assert row_errors(wrong, traces.oracle()(decode), [0])["logits"] > cpu_engine.ERROR_LIMIT
+    assert row_errors(wrong, traces.oracle()(decode), [0])["logits"] > workloads.ERROR_LIMIT
     side = Side(name="candidate", samples_us=(1.0, 2.0, 3.0, 4.0, 5.0) * 3, objections=("off by 9",), worst_error=9.0)
     refused = Comparison(stock=replace(side, objections=()), candidate=side, outcome="refused", reasons=("candidate: off by 9",))
     row = workloads._mixed_row(SMALL, refused)
