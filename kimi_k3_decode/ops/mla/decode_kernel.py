@@ -105,7 +105,6 @@ class MlaDecode:
         chunk = (chunk + self.page_tokens - 1) // self.page_tokens * self.page_tokens
         begin = self.split * chunk
         end = cutlass.min(begin + chunk, seen)
-        self.stage_queries()
         if begin < end:
             self.attend(begin, end, length)
         else:
@@ -118,23 +117,29 @@ class MlaDecode:
 
     @cute.jit
     def stage_queries(self):
+        """Sixteen queries on their way to shared memory; they arrive with the next group of copies."""
         per_row = self.width // 8
         for i in cutlass.range(self.tid, 16 * per_row, THREADS):
             row, _ = self.row_of(i // per_row)
             k = i % per_row * 8
-            mem.shared_store_b128(self.q_at + (i // per_row * self.q_pitch + k) * 2, mem.load_b128(self.queries, row * self.width + k))
+            mem.copy_b128(self.q_at + (i // per_row * self.q_pitch + k) * 2, self.queries, row * self.width + k)
 
     @cute.jit
     def load_tile(self, first: Int32, end: Int32, buffer: Int32):
         """Cached tokens first..first + 63 below `end`; the rest become zeros, so that no stale value meets a zero probability."""
         per_row = self.width // 8
+        one_page = self.page_tokens % TILE == 0  # chunks begin at pages, so a tile then lies in one: its number is read once
+        last = self.table_width - 1
+        shared_page = mem.load_b32(self.block_table, self.request * self.table_width + cutlass.min(first // self.page_tokens, last))
         for i in cutlass.range(self.tid, TILE * per_row, THREADS, unroll=2):
             token = i // per_row
             k = i % per_row * 8
             position = first + token
             inside = Int32(position < end)
             safe = select(inside, position, first)
-            page = mem.load_b32(self.block_table, self.request * self.table_width + safe // self.page_tokens)
+            page = shared_page
+            if cutlass.const_expr(not one_page):
+                page = mem.load_b32(self.block_table, self.request * self.table_width + safe // self.page_tokens)
             place = (Int64(page) * Int64(self.page_tokens) + Int64(safe % self.page_tokens)) * Int64(self.width) + Int64(k)
             at = self.tiles_at + buffer * self.tile_bytes + (token * self.pitch + k) * 2
             if cutlass.const_expr(self.fp8):
@@ -154,6 +159,7 @@ class MlaDecode:
         _, token_high = self.row_of(self.quad + 8)
         limits = (length + 1 + token_low, length + 1 + token_high)
         buffer = Int32(0)
+        self.stage_queries()
         if cutlass.const_expr(self.buffers == 2):
             self.load_tile(begin, end, buffer)
         for first in cutlass.range(begin, end, TILE):
@@ -162,6 +168,7 @@ class MlaDecode:
                 mem.copy_wait(1)
             else:
                 self.load_tile(first, end, buffer)
+                mem.copy_wait(0)
             block_sync()
             tile_at = self.tiles_at + buffer * self.tile_bytes
             self.scores(tile_at)

@@ -1,9 +1,10 @@
 """mla_query and mla_value: the projections around the latent attention.
 
-query: one cluster a head, sharing the rows of q_b and then the latent columns of W_UK; a last cluster writes the cache. 16 tokens a round.
- Before the wait: nothing but addresses. After, per round: 1 RMSNorm of the q latent, staged in BF16; 2 q_b rows of this block, sums over
- warps, q rounded to BF16 into shared memory; cluster barrier; 3 the head's nope channels are gathered from the peers; 4 times W_UK.
-value: one block per (head, 16 rows of W_UV); warps split the latent; weights are copied to shared memory before the wait.
+query: one cluster for a head and 16 tokens, sharing the rows of q_b and then the latent columns of W_UK; a last cluster writes the cache.
+ Before the wait: the block's rows of q_b and columns of W_UK, each thread copying the bytes that it consumes itself, and norm weights.
+ After: 1 RMSNorm of the q latent, staged in BF16; 2 q_b rows of this block, sums over warps, q rounded to BF16 into shared memory; cluster
+ barrier; 3 the head's nope channels are gathered from the peers; 4 times W_UK.
+value: one block per (head, 16 rows of W_UV, 16 tokens); warps split the latent; weights are copied to shared memory before the wait.
 Rounding points: the normed latent, q, the absorbed q, cached values; value once, after the gate.
 """
 
@@ -19,9 +20,10 @@ from kimi_k3_decode.device import memory as mem
 from kimi_k3_decode.device.asm import emit
 from kimi_k3_decode.device.math import bf16_word_f32x2, pack_bf16, round_bf16, rsqrt, select, sigmoid, warp_sum
 from kimi_k3_decode.device.mma import mma, mma_pair
+from kimi_k3_decode.device.skinny import SHARED_LIMIT_BYTES
 from kimi_k3_decode.device.sync import block_sync, cluster_sync, grid_release, grid_wait
 
-ROUND = 16  # tokens of one round of query
+ROUND = 16  # tokens of one block of query and value
 WARPS = 8
 THREADS = 32 * WARPS
 STEP_K = 32
@@ -60,13 +62,22 @@ class MlaQuery:
         if (nope + pe) % 16 or nope % 16 or latent % STRIP or q_rank % STEP_K:
             raise ValueError(f"MlaQuery: got nope {nope}, pe {pe}, latent {latent}, q rank {q_rank}, needs multiples of 16, 16, 64, 32")
         self.own = 16 * self.m_tiles  # rows of q_b this block computes
+        self.steps = q_rank // self.warps_k // STEP_K
+        self.used = min(WARPS, nope // 16)  # warps that share the nope channels of one strip
+        self.strip_steps = nope // 16 // self.used
+        self.strips = -(-(latent // STRIP) // self.cluster)  # of one block, at most
+        self.chunks = -(-q_rank // 256)  # of the q latent, 8 a lane
         self.x_pitch = -(-q_rank // 64) * 64 + 32
         self.nope_pitch = nope + 8
         self.x_bytes = ROUND * self.x_pitch * 2
         self.sum_bytes = max(self.warps_k * self.own * (ROUND + 8) * 4, WARPS * ROUND * (STRIP + 4) * 4)
         self.own_bytes = self.own * ROUND * 2
         self.nope_bytes = ROUND * self.nope_pitch * 2
-        self.shared_bytes = self.x_bytes + self.sum_bytes + self.own_bytes + self.nope_bytes
+        self.q_b_bytes = self.steps * self.m_tiles * 2 * THREADS * 16
+        self.w_uk_bytes = self.strips * self.strip_steps * 4 * THREADS * 16
+        self.shared_bytes = self.x_bytes + self.sum_bytes + self.own_bytes + self.nope_bytes + self.q_b_bytes + self.w_uk_bytes
+        if self.shared_bytes > SHARED_LIMIT_BYTES:
+            raise ValueError(f"MlaQuery: got {self.shared_bytes} bytes of shared memory, needs <= {SHARED_LIMIT_BYTES}; a smaller q rank")
 
     @cute.jit
     def __call__(
@@ -90,7 +101,12 @@ class MlaQuery:
         self.kernel(
             proj_TP, q_norm_P, q_b_PC, kv_norm_L, w_uk_HKL, lengths_B, block_table_BN, pages_STM, q_THM, rows, table_width, inverse_scale
         ).launch(
-            grid=[self.cluster, self.heads + 1, 1], block=[THREADS, 1, 1], smem=self.shared_bytes, stream=stream, use_pdl=pdl, **options
+            grid=[self.cluster, self.heads + 1, (rows + ROUND - 1) // ROUND],
+            block=[THREADS, 1, 1],
+            smem=self.shared_bytes,
+            stream=stream,
+            use_pdl=pdl,
+            **options,
         )
 
     @cute.kernel
@@ -119,28 +135,66 @@ class MlaQuery:
         self.pages = mem.Global("pages_STM", pages_STM, "state")
         self.out = mem.Global("q_THM", q_THM, "output")
         self.tid, _, _ = cute.arch.thread_idx()
-        self.rank, self.head, _ = cute.arch.block_idx()
+        self.rank, self.head, group = cute.arch.block_idx()
         lane = self.tid % 32
         self.lane, self.warp, self.quad, self.quad_lane = lane, self.tid // 32, lane // 4, lane % 4
         self.x_at = Int32(cute.arch.get_dyn_smem(cutlass.Int8, alignment=16).toint())
         self.sum_at = self.x_at + self.x_bytes
         self.own_at = self.sum_at + self.sum_bytes
         self.nope_at = self.own_at + self.own_bytes
-        grid_wait()
-        grid_release()
+        self.q_b_at = self.nope_at + self.nope_bytes + self.tid * 16
+        self.w_uk_at = self.q_b_at + self.q_b_bytes
+        first = group * ROUND
+        n = cutlass.min(rows - first, Int32(ROUND))
         if self.head == self.heads:
-            self.write_cache(rows, table_width, inverse_scale)
+            norm = [mem.load_weight_early_b32(self.kv_norm, self.lane * 2 + 64 * i) for i in range(self.latent // 64)]
+            grid_wait()
+            grid_release()
+            self.write_cache(first, n, norm, table_width, inverse_scale)
         else:
-            for first in cutlass.range(0, rows, ROUND):
-                n = cutlass.min(rows - first, Int32(ROUND))
-                self.stage(first, n)
-                block_sync()
-                self.project(first, n)
-                self.everyone()
-                self.gather()
-                block_sync()
-                self.absorb(first, n)
-                self.everyone()
+            self.copy_weights()
+            scales = [mem.load_weight_early_b128(self.q_norm, self.latent_at(i)[0]) for i in range(self.chunks)]
+            grid_wait()
+            grid_release()
+            self.stage(first, n, scales)
+            mem.copy_wait(0)
+            block_sync()
+            self.project(first, n)
+            self.everyone()
+            self.gather()
+            block_sync()
+            self.absorb(first, n)
+            self.everyone()
+
+    @cute.jit
+    def copy_weights(self):
+        """This thread's own share of q_b and W_UK on its way to shared memory."""
+        begin = self.head * (self.nope + self.pe) + self.rank * self.own
+        if self.warp < self.warps_k:
+            for s in cutlass.range_constexpr(self.steps):
+                k = (self.warp * self.steps + s) * STEP_K + self.quad_lane * 8
+                for i in cutlass.range_constexpr(2 * self.m_tiles):
+                    row = Int64(begin + self.quad + 8 * i)
+                    mem.copy_weight_b128(
+                        self.q_b_at + (s * 2 * self.m_tiles + i) * THREADS * 16, self.q_b, row * Int64(self.q_rank) + Int64(k)
+                    )
+        if self.warp < self.used:
+            for i in cutlass.range_constexpr(self.strips):
+                strip = self.rank + i * self.cluster
+                if strip < self.latent // STRIP:
+                    for s in cutlass.range_constexpr(self.strip_steps):
+                        k = (self.warp + s * self.used) * 16 + self.quad_lane * 2
+                        for part in cutlass.range_constexpr(4):
+                            at = self.w_uk_at + ((i * self.strip_steps + s) * 4 + part) * THREADS * 16
+                            row = self.head * self.nope + k + (0, 1, 8, 9)[part]
+                            mem.copy_weight_b128(at, self.w_uk, row * self.latent + strip * STRIP + self.quad * 8)
+        mem.copy_commit()
+
+    def latent_at(self, chunk: int) -> tuple[Any, Any]:
+        """(first of the eight channels of the q latent that this lane holds in a chunk, whether they are its own); the last chunk may be
+        partly empty, and its lanes without channels look at the last ones."""
+        k = self.lane * 8 + chunk * 256
+        return cutlass.min(k, Int32(self.q_rank - 8)), Int32(k < self.q_rank)
 
     def everyone(self) -> None:
         if self.cluster > 1:
@@ -149,42 +203,45 @@ class MlaQuery:
             block_sync()
 
     @cute.jit
-    def stage(self, first: Int32, n: Int32):
-        """A warp a token: RMSNorm of the q latent, rounded to BF16. Tokens past n are zeros."""
-        for token in cutlass.range(self.warp, ROUND, WARPS):
-            row = first + cutlass.min(token, n - 1)
+    def stage(self, first: Int32, n: Int32, scales: cutlass.Constexpr):
+        """A warp a token, all its loads on their way at once: RMSNorm of the q latent, rounded to BF16. Tokens past n are zeros."""
+        tokens = [self.warp + i * WARPS for i in range(ROUND // WARPS)]
+        words = [
+            [
+                mem.load_b128(self.proj, (first + cutlass.min(token, n - 1)) * self.proj_columns + self.latent_at(i)[0])
+                for i in range(self.chunks)
+            ]
+            for token in tokens
+        ]
+        for t in cutlass.range_constexpr(ROUND // WARPS):
             total = Float32(0.0)
-            for k in cutlass.range(self.lane * 8, self.q_rank, 256):
-                for word in mem.load_b128(self.proj, row * self.proj_columns + k):
-                    a, b = bf16_word_f32x2(word)
+            for i in cutlass.range_constexpr(self.chunks):
+                own = self.latent_at(i)[1]
+                for word in words[t][i]:
+                    a, b = bf16_word_f32x2(select(own, word, Int32(0)))
                     total = total + a * a + b * b
             factor = rsqrt(warp_sum(total) * Float32(1.0 / self.q_rank) + Float32(self.eps))
-            for k in cutlass.range(self.lane * 8, self.q_rank, 256):
-                words = mem.load_b128(self.proj, row * self.proj_columns + k)
-                scales = mem.load_weight_b128(self.q_norm, k)
+            for i in cutlass.range_constexpr(self.chunks):
+                k, own = self.latent_at(i)
                 out = []
-                for i in cutlass.range_constexpr(4):
-                    a, b = bf16_word_f32x2(words[i])
-                    c, d = bf16_word_f32x2(scales[i])
-                    out.append(select(token < n, pack_bf16(a * factor * c, b * factor * d), Int32(0)))
-                mem.shared_store_b128(self.x_at + (token * self.x_pitch + k) * 2, tuple(out))
+                for w in cutlass.range_constexpr(4):
+                    a, b = bf16_word_f32x2(words[t][i][w])
+                    c, d = bf16_word_f32x2(scales[i][w])
+                    out.append(select(tokens[t] < n, pack_bf16(a * factor * c, b * factor * d), Int32(0)))
+                if own != 0:
+                    mem.shared_store_b128(self.x_at + (tokens[t] * self.x_pitch + k) * 2, tuple(out))
 
     @cute.jit
     def project(self, first: Int32, n: Int32):
         """This block's rows of q_b; nope rows stay in shared memory (BF16), pe rows go to the output."""
-        k_warp = self.q_rank // self.warps_k
         acc = cute.make_rmem_tensor((self.m_tiles * 8,), Float32)
         acc.fill(0.0)
-        begin = self.head * (self.nope + self.pe) + self.rank * self.own
         if self.warp < self.warps_k:
-            for s in cutlass.range(k_warp // STEP_K, unroll=2):
-                k = self.warp * k_warp + s * STEP_K + self.quad_lane * 8
+            for s in cutlass.range_constexpr(self.steps):
+                k = (self.warp * self.steps + s) * STEP_K + self.quad_lane * 8
                 x = [mem.shared_b128(self.x_at + ((self.quad + 8 * i) * self.x_pitch + k) * 2) for i in range(2)]
                 for m in cutlass.range_constexpr(self.m_tiles):
-                    low, high = [
-                        mem.load_weight_b128(self.q_b, Int64(begin + m * 16 + self.quad + 8 * half) * Int64(self.q_rank) + Int64(k))
-                        for half in range(2)
-                    ]
+                    low, high = [mem.shared_b128(self.q_b_at + ((s * self.m_tiles + m) * 2 + half) * THREADS * 16) for half in range(2)]
                     for i in cutlass.range_constexpr(2):
                         at = (m * 2 + i) * 4
                         result = mma_pair(tuple(acc[at + j] for j in range(4)), low, high, x[i])
@@ -213,44 +270,46 @@ class MlaQuery:
 
     @cute.jit
     def gather(self):
-        """All nope channels of the head for the round's tokens, two a word, from the blocks that computed them."""
-        for e in cutlass.range(self.tid, ROUND * self.nope // 2, THREADS):
+        """All nope channels of the head for the block's tokens, two a word, from the blocks that computed them."""
+        pairs = ROUND * self.nope // 2
+        places, words = [], []
+        for i in cutlass.range_constexpr(-(-pairs // THREADS)):
+            e = cutlass.min(self.tid + i * THREADS, Int32(pairs - 1))  # the last threads of an odd share write the same word again
             channel = e % (self.nope // 2) * 2
             token = e // (self.nope // 2)
             at = self.own_at + (token * self.own + channel % self.own) * 2
-            word = remote_b32(at, channel // self.own) if self.cluster > 1 else mem.shared_b32(at)
-            mem.shared_store_b32(self.nope_at + (token * self.nope_pitch + channel) * 2, word)
+            words.append(remote_b32(at, channel // self.own) if self.cluster > 1 else mem.shared_b32(at))
+            places.append(self.nope_at + (token * self.nope_pitch + channel) * 2)
+        for i in cutlass.range_constexpr(len(places)):
+            mem.shared_store_b32(places[i], words[i])
 
     @cute.jit
     def absorb(self, first: Int32, n: Int32):
         """q_nope W_UK: strips of 64 latent columns over the cluster, 16 k a warp, sums over warps in shared memory."""
-        used = min(WARPS, self.nope // 16)
-        for strip in cutlass.range(self.rank, self.latent // STRIP, self.cluster):
-            if self.warp < used:
+        for strip_index in cutlass.range_constexpr(self.strips):
+            strip = self.rank + strip_index * self.cluster
+            inside = strip < self.latent // STRIP
+            if (Int32(inside) & Int32(self.warp < self.used)) != 0:
                 acc: Any = [(Float32(0.0),) * 4 for _ in range(8)]
-                for s in cutlass.range_constexpr(self.nope // 16 // used):
-                    k = (self.warp + s * used) * 16 + self.quad_lane * 2
+                for s in cutlass.range_constexpr(self.strip_steps):
+                    k = (self.warp + s * self.used) * 16 + self.quad_lane * 2
                     a_at = self.nope_at + (self.quad * self.nope_pitch + k) * 2
                     high_at = a_at + 8 * self.nope_pitch * 2
                     a = (mem.shared_b32(a_at), mem.shared_b32(high_at), mem.shared_b32(a_at + 16), mem.shared_b32(high_at + 16))
-                    column = strip * STRIP + self.quad * 8
-                    rows = [
-                        mem.load_weight_b128(self.w_uk, (self.head * self.nope + k + offset) * self.latent + column)
-                        for offset in (0, 1, 8, 9)
-                    ]
-                    acc = transposed_product(acc, a, rows)
+                    at = self.w_uk_at + (strip_index * self.strip_steps + s) * 4 * THREADS * 16
+                    acc = transposed_product(acc, a, [mem.shared_b128(at + part * THREADS * 16) for part in range(4)])
                 for j in cutlass.range_constexpr(8):
                     for i in cutlass.range_constexpr(4):
                         token = self.quad + 8 * (i // 2)
                         column = self.quad_lane * 16 + (i % 2) * 8 + j
                         mem.shared_store_f32(self.sum_at + ((self.warp * ROUND + token) * (STRIP + 4) + column) * 4, acc[j][i])
             block_sync()
-            for e in cutlass.range(self.tid, n * STRIP // 2, THREADS):
+            for e in cutlass.range(self.tid, select(inside, n, Int32(0)) * STRIP // 2, THREADS):
                 column = e % (STRIP // 2) * 2
                 token = e // (STRIP // 2)
                 a = Float32(0.0)
                 b = Float32(0.0)
-                for w in cutlass.range_constexpr(used):
+                for w in cutlass.range_constexpr(self.used):
                     x, y = mem.shared_f32x2(self.sum_at + ((w * ROUND + token) * (STRIP + 4) + column) * 4)
                     a = a + x
                     b = b + y
@@ -259,23 +318,26 @@ class MlaQuery:
             block_sync()
 
     @cute.jit
-    def write_cache(self, rows: Int32, table_width: Int32, inverse_scale: Float32):
+    def write_cache(self, first: Int32, n: Int32, norm: cutlass.Constexpr, table_width: Int32, inverse_scale: Float32):
         """A warp a token: the normed latent and the raw key channels into the token's page; page 0 is padding and never written."""
-        for row in cutlass.range(self.rank * WARPS + self.warp, rows, self.cluster * WARPS):
+        for local in cutlass.range(self.rank * WARPS + self.warp, n, self.cluster * WARPS):
+            row = first + local
             request = row // self.q
             position = mem.load_b32(self.lengths, request) + row % self.q
-            page = mem.load_b32(self.block_table, request * table_width + position // self.page_tokens)
             base = row * self.proj_columns + self.q_rank
+            words = [mem.load_b32(self.proj, base + self.lane * 2 + 64 * i) for i in range(self.latent // 64)]
+            page = mem.load_b32(self.block_table, request * table_width + position // self.page_tokens)
             total = Float32(0.0)
-            for k in cutlass.range(self.lane * 2, self.latent, 64):
-                a, b = bf16_word_f32x2(mem.load_b32(self.proj, base + k))
+            for i in cutlass.range_constexpr(self.latent // 64):
+                a, b = bf16_word_f32x2(words[i])
                 total = total + a * a + b * b
             factor = rsqrt(warp_sum(total) * Float32(1.0 / self.latent) + Float32(self.eps))
             if page > 0:
                 place = (Int64(page) * Int64(self.page_tokens) + Int64(position % self.page_tokens)) * Int64(self.latent + self.pe)
-                for k in cutlass.range(self.lane * 2, self.latent, 64):
-                    a, b = bf16_word_f32x2(mem.load_b32(self.proj, base + k))
-                    c, d = bf16_word_f32x2(mem.load_weight_b32(self.kv_norm, k))
+                for i in cutlass.range_constexpr(self.latent // 64):
+                    a, b = bf16_word_f32x2(words[i])
+                    c, d = bf16_word_f32x2(norm[i])
+                    k = self.lane * 2 + 64 * i
                     self.store_pair(place + Int64(k), round_bf16(a * factor * c), round_bf16(b * factor * d), inverse_scale)
                 for k in cutlass.range(self.lane * 2, self.pe, 64):
                     a, b = bf16_word_f32x2(mem.load_b32(self.proj, base + self.latent + k))
@@ -318,7 +380,11 @@ class MlaValue:
         stream: Any,
     ):
         self.kernel(latent_THL, proj_TP, w_uv_HVL, out_TC, rows).launch(
-            grid=[self.value // 16, self.heads, 1], block=[self.threads, 1, 1], smem=self.shared_bytes, stream=stream, use_pdl=pdl
+            grid=[self.value // 16, self.heads, (rows + ROUND - 1) // ROUND],
+            block=[self.threads, 1, 1],
+            smem=self.shared_bytes,
+            stream=stream,
+            use_pdl=pdl,
         )
 
     @cute.kernel
@@ -328,7 +394,7 @@ class MlaValue:
         w_uv = mem.Global("w_uv_HVL", w_uv_HVL, "weight")
         out = mem.Global("out_TC", out_TC, "output")
         tid, _, _ = cute.arch.thread_idx()
-        tile, head, _ = cute.arch.block_idx()
+        tile, head, group = cute.arch.block_idx()
         warp = tid // 32
         quad = tid % 32 // 4
         quad_lane = tid % 4
@@ -344,7 +410,7 @@ class MlaValue:
         grid_wait()
         grid_release()
         mem.copy_wait(0)
-        for first in cutlass.range(0, rows, 8):
+        for first in cutlass.range(group * ROUND, cutlass.min(rows, group * ROUND + ROUND), 8):
             token = cutlass.min(first + quad, rows - 1)
             acc = (Float32(0.0),) * 4
             for s in cutlass.range_constexpr(self.steps):
