@@ -16,7 +16,12 @@ def nano(scope: str) -> Iterator[tuple[KernelSpec, Mapping[str, Any]]]:
     """The launches of nano layer 4 named in `scope`, at one row."""
     for launch in layer_plan(NANO, Shard(config=NANO), 4, 1):
         if launch.op in scope.split(","):
-            yield kernel_spec(NANO, launch.contract), {"model": NANO.name}
+            yield kernel_spec(NANO, launch.contract), {"model": NANO.name, "pdl": launch.pdl}
+
+
+def few(scope: str) -> Iterator[tuple[KernelSpec, Mapping[str, Any]]]:
+    """Two small kernels, whatever the scope."""
+    yield from nano("route,kda")
 
 
 def one_broken(scope: str) -> Iterator[tuple[KernelSpec, Mapping[str, Any]]]:

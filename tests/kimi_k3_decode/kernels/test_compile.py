@@ -77,7 +77,7 @@ def test_binaries_are_kept_and_may_come_from_elsewhere(tmp_path) -> None:
     assert {(entry.op, entry.row.arch) for entry in first.entries} == {
         (op, arch) for op in ("route", "kda") for arch in ("sm_90a", "sm_100a")
     }
-    assert all(entry.facts == {"model": "nano-k3"} and entry.cubin.read_bytes()[:4] == b"\x7fELF" for entry in first.entries)
+    assert all(entry.facts["model"] == "nano-k3" and entry.cubin.read_bytes()[:4] == b"\x7fELF" for entry in first.entries)
     assert all(f".target {entry.row.arch}" in entry.ptx.read_text() for entry in first.entries)
     assert all(param["kind"] for entry in first.entries for param in entry.params)
     assert build.produce(NANO_LIST, "route,kda", ["sm_90a", "sm_100a"], [tmp_path / "a"]).compiled == 0
