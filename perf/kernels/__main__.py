@@ -1,12 +1,13 @@
-"""`python -m perf.kernels OUT PART...`: GPU records as JSON lines in OUT, one file a part; `matrix` and `all` run several parts.
+"""`python -m perf.kernels OUT PART...`: GPU records as JSON lines in OUT, one file a part; `matrix`, `proof`, `long` and `all` run several.
 
 check: every launch against its oracle. edges: ties, padding, null slots, long contexts, FP8. nano: the whole nano model in every way of
 launching, thousands of replays, sleeping kernels. answers: nano's replies beside stock's. layer: one rank's layers beside stock. launches:
 each launch beside the copy rate. step: a whole step of one rank. two: two GPUs. sanitize: small cases under compute-sanitizer. ops:
 products and tilings, for tuning.
 
-matrix: layer, launches and step, which is the perf matrix of one rank. all: everything that one GPU can show. Both compile side by side
-and time alone: a part that times waits until nothing else uses the GPU.
+matrix: layer, launches and step, which is the perf matrix of one rank. proof: every launch, edges, nano in every way of launching and with
+sleeping kernels. long: replies, sanitizers, replays. all: all three, which is everything that one GPU can show. A group compiles side by
+side and times alone: a part that times waits until nothing else uses the GPU.
 """
 
 from __future__ import annotations
@@ -47,8 +48,10 @@ FILES = {
 EDGE_WORKERS = 4
 LARGE_BYTES, LARGE_AT_ONCE = 256 << 20, 3
 MATRIX = ("layer --tp 8", "layer --tp 16", "launches", "step")
-NANO_PARTS = [f"nano --names {name} --tp {tp} --worker {tp}" for name in ("model", "replays", "delays") for tp in (1, 2)]
-ALL = (*MATRIX, *NANO_PARTS, "nano --names delays --tp 4 --worker 4", "answers", "sanitize")
+NANO_PROOF = [
+    f"nano --names {name} --tp {tp} --worker {tp}" for name, tp in (("model", 1), ("model", 2), ("delays", 1), ("delays", 2), ("delays", 4))
+]
+LONG = ("answers", "sanitize", "nano --names replays --tp 1 --worker 1", "nano --names replays --tp 2 --worker 2")
 
 
 class Records:
@@ -153,6 +156,18 @@ def check_jobs(models: Sequence[str], shapes: Sequence[tuple[int, int]]) -> list
     for rows, q in shapes:
         groups.setdefault(max(rows, 8), []).append(f"{rows}x{q}")
     return [f"check --models {model} --shapes {','.join(group)} --in-process" for model in models for group in groups.values()]
+
+
+def proof_jobs() -> list[str]:
+    return [*check_jobs(CHECKED, SHAPES), *(f"edges --worker {i}" for i in range(EDGE_WORKERS)), *NANO_PROOF]
+
+
+GROUPS: dict[str, Callable[[], Sequence[str]]] = {
+    "matrix": lambda: MATRIX,
+    "proof": proof_jobs,
+    "long": lambda: LONG,
+    "all": lambda: (*MATRIX, *proof_jobs(), *LONG),
+}
 
 
 # ---- processes ----
@@ -300,7 +315,7 @@ def guarded(name: str, part: Callable[[], int]) -> int:
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m perf.kernels", description=__doc__.split("\n")[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("parts", nargs="+", choices=[*(p for p in FILES if p != "profile"), "matrix", "all"])
+    parser.add_argument("parts", nargs="+", choices=[*(p for p in FILES if p != "profile"), *GROUPS])
     parser.add_argument("--models", default=",".join(CHECKED), help="check: of " + ", ".join(MODELS))
     parser.add_argument("--shapes", default=",".join(f"{r}x{q}" for r, q in SHAPES), help="check: rows x tokens a request, with commas")
     parser.add_argument("--only", default="", help="check: these launches")
@@ -327,11 +342,8 @@ def main(argv: Sequence[str]) -> int:
     asked.out.mkdir(parents=True, exist_ok=True)
     bad = 0
     for part in asked.parts:
-        if part == "matrix":
-            bad += guarded(part, lambda: side_by_side(asked.out, MATRIX))
-        elif part == "all":
-            jobs = [*check_jobs(CHECKED, SHAPES), *(f"edges --worker {i}" for i in range(EDGE_WORKERS)), *ALL]
-            bad += guarded(part, lambda jobs=jobs: side_by_side(asked.out, jobs))  # type: ignore[misc]
+        if part in GROUPS:
+            bad += guarded(part, lambda part=part: side_by_side(asked.out, GROUPS[part]()))  # type: ignore[misc]
         else:
             bad += guarded(part, lambda part=part: part_of(asked, part))  # type: ignore[misc]
     return int(bad > 0)
