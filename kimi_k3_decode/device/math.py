@@ -18,7 +18,8 @@ def exp(x: Float32) -> Float32:
 
 
 def reciprocal(x: Float32) -> Float32:
-    return emit("rcp.rn.f32 $0, $1;", (Float32,), (x,), memory=False)
+    """1 / x to one ulp. The correctly rounded form has a branch, which keeps independent ones from overlapping."""
+    return emit("rcp.approx.ftz.f32 $0, $1;", (Float32,), (x,), memory=False)
 
 
 def rsqrt(x: Float32) -> Float32:

@@ -167,16 +167,14 @@ class ExpertsUp:
     def walk(self, begin: Int32):
         """This block's tiles in order: the ring runs ahead over tile boundaries; one block barrier a tile."""
         steps, depth = self.steps, self.depth
-        # A ring as long as a tile has its slots known while tracing, and begins with the whole first tile on its way.
-        fixed = depth == steps
         ahead, ahead_scale, place = begin, Int32(0), Int64(0)
-        for i in cutlass.range_constexpr(depth if fixed else depth - 1):
-            place = self.fetch(ahead, i % steps, ahead_scale, self.slot_at(i), place)
-            if cutlass.const_expr(i != depth - 2 or not fixed):
-                mem.copy_commit()
+        for i in cutlass.range_constexpr(depth - 1):
+            place = self.issue(ahead, i % steps, ahead_scale, self.slot_at(i), place)
             if cutlass.const_expr((i + 1) % steps == 0):
                 ahead = ahead + 1
                 ahead_scale = self.next_of(ahead_scale, self.scale_slots)
+        # A ring as long as a tile has its slots known while tracing.
+        fixed = depth == steps
         slot, scale_slot, turn, staged = Int32(0), Int32(0), Int32(0), Int32(-1)
         for item in cutlass.range(begin, self.end):
             index = item // self.row_tiles
@@ -193,17 +191,10 @@ class ExpertsUp:
                     warp_sync()
                 # The slot of the step before is free: refill it first, so that its copies travel during the products.
                 before = (s - 1) % depth if fixed else select(slot == 0, Int32(depth - 1), slot - 1)
-                if cutlass.const_expr(fixed and s == 0):
-                    # Of the first tile this step is on its way already.
-                    place = self.fetch(select(item == begin, self.end, ahead), depth - 1, ahead_scale, self.slot_at(before), place)
-                    ahead_scale = select(item == begin, ahead_scale, self.next_of(ahead_scale, self.scale_slots))
-                    ahead = select(item == begin, ahead, ahead + 1)
-                else:
-                    place = self.fetch(ahead, (s + depth - 1) % steps, ahead_scale, self.slot_at(before), place)
-                    if cutlass.const_expr((s + depth) % steps == 0):
-                        ahead = ahead + 1
-                        ahead_scale = self.next_of(ahead_scale, self.scale_slots)
-                mem.copy_commit()
+                place = self.issue(ahead, (s + depth - 1) % steps, ahead_scale, self.slot_at(before), place)
+                if cutlass.const_expr((s + depth) % steps == 0):
+                    ahead = ahead + 1
+                    ahead_scale = self.next_of(ahead_scale, self.scale_slots)
                 acc = self.products(acc, self.slot_at(s if fixed else slot), scale_slot, s)
                 if cutlass.const_expr(not fixed):
                     slot = self.next_of(slot, depth)
@@ -222,7 +213,7 @@ class ExpertsUp:
         return self.ring_at + self.tid * 16 + slot * self.slot_bytes
 
     @cute.jit
-    def fetch(self, item: Int32, step: cutlass.Constexpr, scale_slot: Int32, dst: Int32, place: Int64):
+    def issue(self, item: Int32, step: cutlass.Constexpr, scale_slot: Int32, dst: Int32, place: Int64):
         """Copy this thread's codes of one step and, with a tile's first step, its warp's scales of the whole tile. Past the end nothing.
         Returns the tile's place: the offset of this thread's codes of step 0, in bytes of either matrix."""
         if item < self.end:
@@ -240,6 +231,7 @@ class ExpertsUp:
                 for half in cutlass.range_constexpr(2):
                     at = place + Int64(step * 64 + half * 8 * (self.latent // 2))
                     mem.copy_weight_b128(dst + (matrix * 2 + half) * (self.threads * 16), self.codes[matrix], at)
+        mem.copy_commit()
         return place
 
     @property
