@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from evals.serving.config_tables import Complain
 from evals.serving.names import NANO_SUITES, REAL_SUITES
 from perf.servers import parse_cell
+from validation.core.settings import PROJECT_ROOT
 from validation.core.types import HarnessError
 from validation.policy import load_policy
 
@@ -49,6 +50,8 @@ def _check_side(side: dict[str, Any], table: str, complain: Complain) -> None:
     if side.get("command") and side.get("log"):
         complain((table, "log"), "belongs to base_url; the log of a started server is kept by itself")
     _check_command(side, table, complain)
+    _check_path(side, "tokenizer", table, complain)
+    _check_path(side, "cwd", table, complain)
     for key in ("proof_log", "proof_metrics", "proof_kernels"):
         try:
             re.compile(side.get(key, ""))
@@ -56,6 +59,12 @@ def _check_side(side: dict[str, Any], table: str, complain: Complain) -> None:
             complain((table, key), f"got {side[key]!r}, needs a regular expression ({error})")
     if bool(side.get("proof_trace")) != bool(side.get("proof_kernels")):
         complain((table, "proof_trace" if side.get("proof_trace") else "proof_kernels"), "needs proof_trace and proof_kernels together")
+
+
+def _check_path(values: Mapping[str, Any], key: str, table: str, complain: Complain) -> None:
+    """What is named must be there before servers are started, which may take an hour."""
+    if values.get(key) and not (PROJECT_ROOT / values[key]).exists():
+        complain((table, key), f"got {values[key]!r}, which is not there, needs a path from the project's folder or a whole one")
 
 
 def _is_address(url: str) -> bool:
@@ -144,6 +153,8 @@ def _check_both(tables: Mapping[str, dict[str, Any]], complain: Complain) -> Non
 
 
 def _check_numerics(numerics: dict[str, Any], complain: Complain) -> None:
+    if numerics.get("text") != "chat":
+        _check_path(numerics, "text", "numerics", complain)
     bins, window = numerics.get("bins", ()), numerics.get("window_tokens", 0)
     _check_rising(bins, ("numerics", "bins"), complain)
     # Stock's second pass begins a window earlier.
@@ -162,6 +173,7 @@ def _check_perf(perf: dict[str, Any], complain: Complain) -> None:
     given = [side for side in ("baseline", "candidate") if perf.get(f"{side}_result")]
     for side in ("baseline", "candidate"):
         result, cell = f"{side}_result", f"{side}_cell"
+        _check_path(perf, result, "perf", complain)
         if perf.get("bench") and perf.get(result):
             complain(("perf", result), "got bench and a result, needs one: a command to run or a file that is there")
         if perf.get(result) and not perf.get(cell):

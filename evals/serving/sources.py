@@ -17,6 +17,7 @@ from evals.serving.errors import ServingError
 from evals.serving.http_lm import WindowedTask
 from evals.serving.mrcr_hub import CountTokens, MrcrChoice
 from evals.tasks.loading import bring_up
+from validation.core.settings import PROJECT_ROOT
 from validation.core.types import HarnessError
 
 
@@ -58,7 +59,7 @@ def open_data(
 def _counter(tokenizer: str, replicas: Sequence[Opens]) -> Iterator[tuple[CountTokens, str]]:
     """What counts tokens, and its name in the cache of chosen rows."""
     if tokenizer:
-        path = Path(tokenizer)
+        path = PROJECT_ROOT / tokenizer
         path = path / "tokenizer.json" if path.is_dir() else path
         try:
             local = Tokenizer.from_file(str(path))
