@@ -1,7 +1,7 @@
 """kda: conv + SiLU, L2 norms, F_B and gates, FP32 recurrence, gated RMSNorm; one decode token or a verify of up to 8 tokens a request.
 
 One block per (request, head); a warp owns V / 16 rows of the state S[V, K] in registers, four key channels a lane.
-Before the wait: F_B's rows of the head go to shared memory (cp.async), conv weights and gate constants to registers.
+Before the wait: F_B's rows of the head go to shared memory (cp.async), conv weights, gate constants and the norm's weights to registers.
 After: slots and accepted (tables), the projections, the conv window and the state; then phases
  0 the state is requested; 1 convolution and SiLU of every token, the new window is stored, F_A and gate are staged; 2 F_B, decay; 3 L2
  norms of q and k; 4 the recurrence, token by token, each state stored in its slot if the slot is > 0; 5 RMSNorm, output gate.

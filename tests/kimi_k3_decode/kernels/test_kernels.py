@@ -232,6 +232,8 @@ def test_kernels_compile_without_a_gpu(arch) -> None:
         assert 0 < registers <= 255, kernel
         assert size > 1000, kernel
         assert spilled == 0, kernel
+        if kernel.startswith("kda["):  # two blocks of 512 threads a multiprocessor: one loads its state while the other computes
+            assert registers <= 64, kernel
 
 
 def test_committed_table_names_every_variant() -> None:
