@@ -7,8 +7,10 @@ Exit codes: 0 pass, 1 fail, 2 not proven, 3 the program could not work. The last
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -74,6 +76,7 @@ def matrix(asked: argparse.Namespace) -> int:
     from perf.cpu_engine import PAIRS, SHAPES
     from perf.servers import read_cell
 
+    _writable(asked.out)
     parts = [
         Part(name="acceptance", function="perf.cpu_engine:measured_acceptance", arguments={"candidate": asked.candidate}, limit_s=60.0)
     ]
@@ -96,6 +99,7 @@ def matrix(asked: argparse.Namespace) -> int:
         workloads=[value[name] for name in ("workloads", "long") if name in value],
         servers=[read_cell(cell, Path(path)) for cell, path in asked.server],
     )
+    problems += [f"{r.cell.id}: {reason}" for r in made.servers if r.outcome == "error" for reason in r.reasons]
     paths = write(made, asked.out)
     for problem in problems:
         print(problem, file=sys.stderr)
@@ -108,21 +112,28 @@ def _long(asked: argparse.Namespace) -> Part:
     return Part(name="long", function="perf.workloads:measure", arguments=arguments, limit_s=120.0 + 0.2 * asked.prompt_tokens)
 
 
+def _writable(folder: Path) -> Path:
+    """The folder, made before anything is measured for it. Raises HarnessError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HarnessError(f"out: got {error}, needs a writable folder {folder}") from error
+    if not os.access(folder, os.W_OK):
+        raise HarnessError(f"out: got {folder}, which cannot be written to, needs a writable folder")
+    return folder
+
+
 def workload(asked: argparse.Namespace) -> int:
     """One raw record and this checkout's digests. Exit code 0 measured, 1 objected to, 3 not measured at all."""
     from perf.workloads import record
     from validation.freshness import digests
 
     began = time.monotonic()
+    folder = _writable(asked.out)
     outcome = run_parts([_long(asked)])["long"]
     if outcome.outcome != "measured":
         raise HarnessError(f"workload: got {outcome.reason}, needs an answer of both sides")
     made = record(outcome.value) | {"seconds": round(time.monotonic() - began, 1)}
-    folder: Path = asked.out
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise HarnessError(f"workload: got {error}, needs a writable folder {folder}") from error
     write_atomically(folder / "digests.json", jsonio.dumps(digests.current()).encode())
     write_atomically(folder / "cpu_workloads.jsonl", jsonio.dumps(made).encode() + b"\n")
     verdict = "refused" if made.get("reasons") else "measured"
@@ -148,9 +159,13 @@ def main(argv: Sequence[str]) -> int:
         asked = _arguments(argv)
         return {"matrix": matrix, "workload": workload, "compare": compare}[asked.command](asked)
     except (HarnessError, Unsupported) as error:
-        print(f"error: {error}", file=sys.stderr)
-        print(jsonio.dumps({"verdict": "error", "error": str(error)}), flush=True)
-        return EXIT_HARNESS_ERROR
+        found = str(error)
+    except Exception as error:  # a fault of this program, which must not read as a failed comparison
+        traceback.print_exc()
+        found = f"{type(error).__name__}: {error}"
+    print(f"error: {found}", file=sys.stderr)
+    print(jsonio.dumps({"verdict": "error", "error": found}), flush=True)
+    return EXIT_HARNESS_ERROR
 
 
 if __name__ == "__main__":

@@ -44,10 +44,14 @@ def _number(table: dict[str, Any], key: str, problems: list[str], *, required: b
     value = table.get(key)
     if value is None and not required:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        problems.append(f"{key}: got {value!r}, needs a finite number")
+    try:
+        found = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+    except OverflowError:  # a whole number beyond any float
+        found = math.inf
+    if not (math.isfinite(found) and found > 0):
+        problems.append(f"{key}: got {str(value)[:60]}, needs a finite number above 0")
         return None
-    return float(value)
+    return found
 
 
 def read_serve(path: Path) -> ServeResult:
@@ -69,8 +73,9 @@ def read_serve(path: Path) -> ServeResult:
         problems.append(f"spec_decode_per_position_acceptance_rates: got {positions!r}, needs shares between 0 and 1")
         positions = []
     interactivity = _interactivity_p90(table, problems)
-    if values.get("completed") == 0:
-        problems.append("completed: got 0, needs at least one finished request")
+    completed = values.get("completed")
+    if completed is not None and not completed.is_integer():
+        problems.append(f"completed: got {completed:g}, needs a whole number of finished requests")
     if problems:
         raise HarnessError(f"bench JSON {path}: {len(problems)} problem(s): " + "; ".join(problems))
     number = {key: float(value) for key, value in values.items() if value is not None}
@@ -106,7 +111,7 @@ def _interactivity_p90(table: dict[str, Any], problems: list[str]) -> float | No
             problems.append(f"{', '.join(names)}: got {error}, needs tokens and seconds of each request")
             return None
     slow_ms = _number(table, "p90_tpot_ms", problems, required=False)
-    return None if slow_ms is None or slow_ms <= 0 else 1e3 / slow_ms
+    return None if slow_ms is None else 1e3 / slow_ms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +139,8 @@ def read_latency(path: Path) -> LatencyResult:
     percentiles = table.get("percentiles")
     median = _number({str(k): v for k, v in percentiles.items()} if isinstance(percentiles, dict) else {}, "50", problems)
     tokens = _number(table, "output_len", problems)
-    if (median is not None and median <= 0) or (tokens is not None and tokens < 1):
-        problems.append(f"percentiles and output_len: got {median!r} s and {tokens!r} tokens, needs both above 0")
+    if tokens is not None and not (tokens >= 1 and tokens.is_integer()):
+        problems.append(f"output_len: got {tokens:g}, needs a whole number of tokens")
     if problems or average is None or median is None or tokens is None:
         raise HarnessError(f"bench JSON {path}: {len(problems)} problem(s): " + "; ".join(problems))
     return LatencyResult(average_s=average, median_s=median, output_tokens=int(tokens))

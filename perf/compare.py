@@ -143,9 +143,9 @@ def _launches(record: Evidence, place: str) -> dict[str, Times]:
 
 
 def compare_times(base: Mapping[str, Times], candidate: Mapping[str, Times], margin: float, *, alpha: float = ALPHA) -> Change:
-    """Raises HarnessError for a margin below 0 or a base without a timed cell."""
-    if not margin >= 0:
-        raise HarnessError(f"margin: got {margin}, needs a share of at least 0")
+    """Raises HarnessError for a margin that is no share, or a base without a timed cell."""
+    if not 0 <= margin < 1:
+        raise HarnessError(f"margin: got {margin}, needs a share of at least 0 and below 1")
     if not base:
         raise HarnessError("compare: got no timed cell in the base, needs at least one; its checks are perf.* or published layers")
     both = [name for name in base if name in candidate]

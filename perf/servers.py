@@ -5,22 +5,27 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from kimi_k3_decode.config import Unsupported
 from perf.bench_json import read_latency, read_serve
+from perf.hardware import gpu
 from perf.matrix import AcceptanceKind, Cell, CellResult, Source, realised_acceptance_problem
+from perf.model import MODELS
 from validation.core.types import HarnessError
 from validation.policy import load_policy
 
 CELL = re.compile(
-    r"(?P<model>[\w.-]+?)-(?P<gpu>[A-Za-z0-9]+)-tp(?P<tp>\d+)-b(?P<requests>\d+)-q(?P<q>\d+)-c(?P<context>\d+)-al(?P<al>[\d.]+)"
+    r"(?P<model>[\w.-]+?)-(?P<gpu>[A-Za-z0-9]+)-tp(?P<tp>\d+)-b(?P<requests>\d+)-q(?P<q>\d+)-c(?P<context>\d+)-al(?P<al>\d+(\.\d+)?)"
     r"-(?P<backend>auto|latency_specialized)(?P<mixed>-mixed)?$"
 )
+
+LONGEST_ID = 120
 
 
 def parse_cell(text: str) -> Cell:
     """The inverse of `Cell.id`. Raises HarnessError."""
-    match = CELL.fullmatch(text)
-    if match is None:
-        raise HarnessError(f"cell: got {text!r}, needs an id such as kimi-k3-H200-tp8-b1-q8-c8192-al6-latency_specialized")
+    match = CELL.fullmatch(text) if text.isascii() and len(text) <= LONGEST_ID else None
+    if match is None or not all(int(match[name]) for name in ("tp", "requests", "q")):
+        raise HarnessError(f"cell: got {text[:LONGEST_ID]!r}, needs an id such as kimi-k3-H200-tp8-b1-q8-c8192-al6-latency_specialized")
     return Cell(
         model=match["model"],
         gpu=match["gpu"],
@@ -44,7 +49,7 @@ def read_cell(text: str, path: Path) -> CellResult:
         step_us, acceptance, conditions, reasons = _read(cell, path)
     except HarnessError as error:
         return CellResult(cell=cell, source=Source.SERVER, outcome="error", reasons=(str(error),))
-    reasons = [*cell.refusals(), *reasons]
+    reasons = [*_unknown(cell), *cell.refusals(), *reasons]
     outcome = "error" if reasons else "measured"
     return CellResult(
         cell=cell,
@@ -56,6 +61,16 @@ def read_cell(text: str, path: Path) -> CellResult:
         reasons=tuple(reasons),
         conditions=conditions,
     )
+
+
+def _unknown(cell: Cell) -> list[str]:
+    """What nothing here can stand beside: a GPU without rates, a model without dimensions."""
+    found = [] if cell.model in MODELS else [f"model: got {cell.model!r}, needs one of {', '.join(MODELS)}"]
+    try:
+        gpu(cell.gpu)
+    except Unsupported as error:
+        found += error.reasons
+    return found
 
 
 def _read(cell: Cell, path: Path) -> tuple[float, AcceptanceKind, dict[str, object], list[str]]:

@@ -67,8 +67,9 @@ def test_missing_cells_are_not_a_pass() -> None:
     assert compare_times(times(1), {}, 0.03).status is Status.NOT_PROVEN
     with pytest.raises(HarnessError, match="no timed cell in the base"):
         compare_times({}, times(1), 0.03)
-    with pytest.raises(HarnessError, match="margin"):
-        compare_times(times(1), times(2), float("nan"))
+    for margin in (float("nan"), float("inf"), -0.01, 1.0):
+        with pytest.raises(HarnessError, match="margin"):
+            compare_times(times(1), times(2), margin)
 
 
 def test_another_gpu_is_another_cell() -> None:

@@ -123,7 +123,7 @@ def test_holm_by_hand() -> None:
 
 def test_bench_json_reads_and_refuses(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
-    path.write_text(json.dumps(dict.fromkeys(SERVE_REQUIRED, 1.5) | {"spec_decode_acceptance_length": 3.7}))
+    path.write_text(json.dumps(dict.fromkeys(SERVE_REQUIRED, 2) | {"spec_decode_acceptance_length": 3.7}))
     assert read_serve(path).acceptance_length == 3.7
     path.write_text(json.dumps({"completed": 0, "duration": "x"}))
     with pytest.raises(HarnessError) as error:

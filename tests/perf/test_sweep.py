@@ -138,3 +138,68 @@ def test_latency_files_and_malformed_ones(tmp_path: Path) -> None:
         assert got.outcome == "error"
         assert got.step_us is None
         assert "bench JSON" in got.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"median_tpot_ms": -3}, "median_tpot_ms: got -3"),
+        ({"median_tpot_ms": 0}, "median_tpot_ms: got 0"),
+        ({"median_tpot_ms": 10**400}, "median_tpot_ms: got 1000"),
+        ({"median_tpot_ms": True}, "median_tpot_ms: got True"),
+        ({"output_throughput": -5, "duration": -1}, "2 problem(s)"),
+        ({"completed": 0.5}, "needs a whole number of finished requests"),
+        ({"spec_decode_acceptance_length": -2}, "spec_decode_acceptance_length: got -2"),
+    ],
+)
+def test_numbers_that_no_server_can_have_measured_are_an_error(tmp_path: Path, changes: dict, words: str) -> None:
+    got = read_cell(PLAIN, serve(tmp_path / "a.json", **changes))
+    assert (got.outcome, got.step_us) == ("error", None)
+    assert words in got.reasons[0]
+
+
+def test_a_server_on_an_unknown_gpu_or_model_is_a_recorded_error(tmp_path: Path) -> None:
+    path = serve(tmp_path / "a.json")
+    for cell, words in ((PLAIN.replace("H200", "XYZ"), "got 'XYZ'"), (PLAIN.replace("kimi-k3", "other"), "got 'other'")):
+        got = read_cell(cell, path)
+        assert (got.outcome, got.step_us) == ("error", None)
+        assert words in got.reasons[0]
+    for cell in (
+        PLAIN.replace("-b1-", "-b0-"), PLAIN.replace("-tp8-", "-tp0-"), PLAIN.replace("-al1-", "-al1.1.1-"), PLAIN.replace("-q1-", "-q0-"),
+        PLAIN.replace("-b1-", "-b" + "9" * 5000 + "-"), PLAIN.replace("-b1-", "-b\u0661-"),
+    ):  # fmt: skip
+        with pytest.raises(HarnessError, match="cell: got"):
+            read_cell(cell, path)
+
+
+def test_a_bad_file_is_a_problem_of_the_matrix_and_a_bad_folder_stops_it_first(tmp_path: Path, monkeypatch, capsys) -> None:
+    from perf import build as builder
+    from perf import workloads
+    from perf.__main__ import main
+
+    monkeypatch.setattr(builder, "build", lambda gpus, servers, **_: build(gpus, published=NOTHING, servers=servers))
+    torn = tmp_path / "torn.json"
+    torn.write_text("{")
+    asked = ["matrix", "--no-engine", "--gpu", "H200", "--out", str(tmp_path / "out"), "--server", PLAIN, str(torn)]
+    assert main(asked) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["problems"] == [line for line in said.err.strip().splitlines() if line.startswith(PLAIN)]
+    assert "bench JSON" in said.err
+    measured = []
+    monkeypatch.setattr(workloads, "measure", measured.append)
+    for command in (["workload", str(torn)], ["matrix", "--out", str(torn)]):
+        assert main(command) == 3
+        assert "needs a writable folder" in capsys.readouterr().err
+    assert measured == []
+
+
+def test_a_fault_of_the_program_does_not_read_as_a_failed_comparison(monkeypatch, capsys, tmp_path: Path) -> None:
+    from perf import compare
+    from perf.__main__ import main
+
+    def broken(*_, **__):
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(compare, "compare_folders", broken)
+    assert main(["compare", str(tmp_path), str(tmp_path)]) == 3
+    assert json.loads(capsys.readouterr().out) == {"verdict": "error", "error": "ZeroDivisionError: division by zero"}
