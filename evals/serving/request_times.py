@@ -209,7 +209,7 @@ def _found(load: Load, passes: Mapping[str, Timed], limit: float) -> Found:
 
 def _words(load: Load, told: Slowdown, limit: float) -> str:
     found = told.candidate
-    what = "slower than stock" if told.low > limit else "as fast as stock" if told.high <= limit else "open, the interval is too wide"
+    what = "slower than stock" if told.low > limit else "as fast as stock" if told.high <= limit else "open"
     spread = f"95 % interval {found.low:.3f} to {found.high:.3f}; stock against itself {told.stock.ratio:.3f}; allowed {1 + limit:.2f}"
     who = f"With {load.concurrency} at once, replica {load.replica} of the candidate"
     return f"{who} takes {found.ratio:.3f} times as long as stock for the same requests ({spread}): {what}"

@@ -6,6 +6,7 @@ to load is loaded once; what the gate then still wants is topped up.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -27,6 +28,7 @@ from evals.serving.errors import ServingError
 from evals.serving.launch import StartFailed
 from evals.serving.mrcr_hub import SUITE as MRCR
 from evals.serving.mrcr_hub import MrcrChoice
+from evals.serving.names import SIDES
 from evals.serving.progress import Lines
 from evals.serving.sources import SuiteData
 from evals.serving.suites import Sampling, ServedPlan, ServedResult, SuiteRun, SuiteSide
@@ -153,6 +155,11 @@ class SuiteSession:
             for end in ends:
                 end.close()
 
+    def passes(self) -> list[dict[str, Any]]:
+        """Every pass of the suite that was run last, as its folder keeps them; NaN is null there."""
+        path = self.kept / "throughput.jsonl" if self.kept is not None else None
+        return [json.loads(line) for line in path.read_text().splitlines()] if path is not None and path.is_file() else []
+
     def context_tokens(self) -> int:
         """Tokens that both sides hold; 0 where nobody tells."""
         told = [int(facts["max_model_len"]) for facts in self.facts.values() if facts.get("max_model_len", "").isdigit()]
@@ -219,11 +226,14 @@ def _measurements(suite: str, case: Case, result: ServedResult, session: SuiteSe
     share = full_share(suite, not rows and whole, len(result.pairs.items), result.data_share)
     # A part of a suite decides nothing about the whole of it: left out, the claim stays open.
     found.append(Measurement(name="full_size" if share >= 1 else "part_of_the_suite", value=share, unit="share"))
-    for side, passes in result.throughput.items():
+    by_side = {side: [one for one in session.passes() if one["side"] == side] for side in SIDES}
+    for side, passes in by_side.items():
         if passes:
-            last = passes[-1]
-            found.append(Measurement(name=f"in_flight_share_{side}", value=last.in_flight_share, unit="share"))
-            found.append(Measurement(name=f"requests_tried_again_{side}", value=float(sum(p.tried_again for p in passes)), unit="count"))
+            for name, key in (("in_flight_share", "in_flight_share"), ("all_in_flight_share", "full_share")):
+                value = passes[-1][key]
+                found.append(Measurement(name=f"{name}_{side}", value=math.nan if value is None else value, unit="share"))
+            again = sum(one["tried_again"] for one in passes)
+            found.append(Measurement(name=f"requests_tried_again_{side}", value=float(again), unit="count"))
     for side, grown in session.grown.items():
         told = acceptance_of(grown)
         if told is not None:
@@ -248,7 +258,7 @@ def _details(result: ServedResult, session: SuiteSession) -> dict[str, Any]:
     details["reported_by_lm_eval"] = {side: dict(scores) for side, scores in result.reported.items()}
     details["failures"] = {side: dict(kinds) for side, kinds in result.failures.items()}
     details["acceptance"] = {side: told.plain() for side, one in session.grown.items() if (told := acceptance_of(one)) is not None}
-    details["tables"] += acceptance_tables(details["acceptance"])
+    details["tables"] += [*_load_tables(session.passes()), *acceptance_tables(details["acceptance"])]
     if result.data_share < 1:
         short = f"The data hold {result.data_share:.3f} of a needle count's published rows: a part, which decides nothing about the whole"
         details["reasons"] = [*details["reasons"], short]
@@ -256,6 +266,24 @@ def _details(result: ServedResult, session: SuiteSession) -> dict[str, Any]:
     details["facts"] = {side: dict(facts) for side, facts in session.facts.items()}
     _keep_report(session.kept)
     return details
+
+
+def _load_tables(passes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was asked, pass by pass: whether the concurrency was held, and what it took."""
+    rows = [
+        [
+            *(one["side"], one["concurrency"], one["answered"] + sum(one["failed"].values()), f"{one['seconds']:.1f}"),
+            *(_share(one["in_flight_share"]), _share(one["full_share"]), one["peak_rss_bytes"] >> 20),
+        ]
+        for one in passes
+    ]
+    columns = ["side", "concurrency", "requests", "seconds", "mean share of slots in use", "time with all in use", "peak MiB of the client"]
+    note = "Shares are as the client sees them, up to the last hand-out; – where there were no more requests than slots."
+    return [{"title": "Load", "columns": columns, "rows": rows, "note": note}] if rows else []
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f} %"
 
 
 def _keep_report(folder: Path | None) -> None:

@@ -105,6 +105,9 @@ def test_a_candidate_that_answers_worse_fails_and_the_suite_names_it(tmp_path):
     assert values(many)["proven_drop"] > 0
     assert "full_size" not in values(many)
     assert values(many)["items"] == 117
+    load = next(table for table in many.details["tables"] if table["title"] == "Load")
+    assert [row[:3] for row in load["rows"]] == [["stock", 8, 117], ["candidate", 8, 117]]
+    assert 0 < values(many)["all_in_flight_share_stock"] <= values(many)["in_flight_share_stock"] <= 1
     assert [record.outcome for record in records["evals.serving.mrcr_nano"]] == ["refused", "refused"]
     assert "not asked for" in records["evals.serving.mrcr_nano"][0].reasons[0]
     assert values(records["evals.serving.health"][0])["candidate_deaths"] == 0
@@ -147,6 +150,8 @@ def test_one_set_of_gpus_accepted_differences_and_a_server_that_dies(tmp_path):
     assert "engine core died" in json.dumps(records["evals.serving.health"][0].details)
     many = next(r for r in records["evals.serving.gsm8k_nano"] if r.case.params["concurrency"] == 8)
     assert values(many)["lost_replies"] == 0  # what was cut off by the death was asked again
+    load = next(table for table in many.details["tables"] if table["title"] == "Load")
+    assert {row[0] for row in load["rows"]} == {"stock", "candidate"}
     assert values(records["evals.serving.identity"][0])["accepted_differences"] == 1
 
 

@@ -53,6 +53,9 @@ windows = {windows}
 text = {text}
 neighbours = 2
 [perf]
+waves = 8
+prompt_tokens = 64
+new_tokens = 16
 bench = {bench}
 baseline_cell = "smollm2-CPU-tp1-b2-q1-c64-al1-auto"
 candidate_cell = "smollm2-CPU-tp1-b2-q1-c64-al1-latency_specialized"
@@ -167,6 +170,15 @@ def test_the_bench_of_both_sides_is_in_the_matrix(run: Run) -> None:
     values = run.values("perf.serving.bench")
     assert values["objections"] == 0
     assert values["completed_requests"] == 8
+
+
+def test_the_same_requests_are_timed_on_both_sides(run: Run) -> None:
+    """Which of the two number formats a CPU prefers is not known beforehand; that every request was timed is."""
+    for concurrency in (1, 4):
+        values = run.values("perf.serving.request_times", concurrency=concurrency)
+        assert values["lost_requests"] == values["lost_requests_stock"] == 0
+        assert values["waves"] == 8
+        assert 0.1 < values["request_time_ratio_low"] <= values["request_time_ratio"] <= values["request_time_ratio_high"] < 10
 
 
 def test_no_server_is_left(run: Run) -> None:
