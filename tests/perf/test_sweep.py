@@ -165,8 +165,8 @@ def test_a_server_on_an_unknown_gpu_or_model_is_a_recorded_error(tmp_path: Path)
         assert (got.outcome, got.step_us) == ("error", None)
         assert words in got.reasons[0]
     for cell in (
-        PLAIN.replace("-b1-", "-b0-"), PLAIN.replace("-tp8-", "-tp0-"), PLAIN.replace("-al1-", "-al1.1.1-"), PLAIN.replace("-q1-", "-q0-"),
-        PLAIN.replace("-b1-", "-b" + "9" * 5000 + "-"), PLAIN.replace("-b1-", "-b\u0661-"),
+        PLAIN.replace("-b4-", "-b0-"), PLAIN.replace("-tp8-", "-tp0-"), PLAIN.replace("-al1-", "-al1.1.1-"), PLAIN.replace("-q1-", "-q0-"),
+        PLAIN.replace("-b4-", "-b" + "9" * 5000 + "-"), PLAIN.replace("-b4-", "-b\u0661-"),
     ):  # fmt: skip
         with pytest.raises(HarnessError, match="cell: got"):
             read_cell(cell, path)
