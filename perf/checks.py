@@ -281,6 +281,6 @@ def checks() -> list[Check]:
         PerfCheck(id="perf.rank_step", claim="C-PERF-1", planned=deep, measured_by=rank_step, profiles=("gpu",)),
         PerfCheck(
             id="perf.step", claim="C-PERF-1", planned=tuple(Case(subject="step", params=p) for p in grid), measured_by=published,
-            profiles=("gpu", "serving"),
+            profiles=("gpu",),
         ),
     ]  # fmt: skip

@@ -30,6 +30,7 @@ MLA_LAYER = 3
 CONTEXT_TOKENS = 1024  # cached tokens of each request where a launch reads them
 SHAPES = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (32, 1), (64, 1), (8, 8), (16, 8), (32, 8), (64, 8))  # (rows, tokens a request)
 PROFILED = (1, 8, 64)
+LAYER_REPLAYS, LAUNCH_REPLAYS = 160, 96  # with fewer a slow-down of 5 % stays undecided in one comparison of ten
 COLD_BYTES = 320 << 20  # rotate until this much weight has passed between two uses of the same bytes
 WHAT = (
     "one rank's KDA + MoE layer (mean of layers 4 and 5), microseconds a layer, one CUDA graph, replays interleaved ABBA, weights of both "
@@ -96,9 +97,8 @@ class LayerBench:
     def __init__(self, tp: int, card: Card, rate: float) -> None:
         self.tp, self.card, self.rate = tp, card, rate
         self.weights: dict[str, torch.Tensor] = {}
-        self.stacked: dict[str, torch.Tensor] = {}
 
-    def one(self, rows: int, q: int, replays: int = 56) -> tuple[dict[str, Any], LayerLoop]:
+    def one(self, rows: int, q: int, replays: int = LAYER_REPLAYS) -> tuple[dict[str, Any], LayerLoop]:
         """The record of one shape, and the fused loop it timed."""
         loops = {"fused": LayerLoop(K3, self.tp, LAYERS, rows, q, shared_weights=self.weights)}
         for name, off in ABLATIONS.items():
@@ -106,9 +106,7 @@ class LayerBench:
         measures = [name for name in loops if name != "fused"]
         chosen = {name: loop.chosen_experts() for name, loop in loops.items()}["fused"]
         differing = [f"{name} {buffer}" for name in measures for buffer in differing_buffers(loops["fused"], loops[name])]
-        stock = [
-            StockLayer(K3, self.tp, layer, rows, self.weights, state_for(K3, self.tp, rows, q), q=q, keep=self.stacked) for layer in LAYERS
-        ]
+        stock = [StockLayer(K3, self.tp, layer, rows, self.weights, state_for(K3, self.tp, rows, q), q=q) for layer in LAYERS]
         for layer in stock:
             adopt_routing(layer, chosen[layer.layer])
         graphs = {name: capture(loop.issue) for name, loop in loops.items()}
@@ -229,7 +227,7 @@ def _one_launch(launch: Launch, shard: Shard, rows: int, card: Card, rate: float
             own = {o.name: maker.operand(o) for o in launch.contract.operands if o.role is not Role.SCRATCH and o.name not in names}
             made.append({**{name: made[0][name] for name in names}, **own})
     runs = [Run(K3, launch.contract, tensors, pdl=True) for tensors in made]
-    found = measured({"kernel": capture(partial(_launch, runs))}, copies, card, replays=32)
+    found = measured({"kernel": capture(partial(_launch, runs))}, copies, card, replays=LAUNCH_REPLAYS)
     distinct = sum(int((r.tensors["offsets_E"].diff() > 0).sum()) for r in runs) / copies if routed else None
     moved = traffic(launch.contract, shard, rows=rows, distinct=distinct, context_tokens=CONTEXT_TOKENS).hbm_bytes
     median_us = found.times["kernel"].median_us
@@ -238,7 +236,7 @@ def _one_launch(launch: Launch, shard: Shard, rows: int, card: Card, rate: float
         "case": f"k3-tp{shard.tp}-r{rows}-{launch.id.split('.')[-1]}",
         "what": "one launch back to back over rotated copies of its operands (programmatic launches), microseconds a launch",
         "kernel": runs[0].spec.id,
-        "replays_count": 32,
+        "replays_count": LAUNCH_REPLAYS,
         **times_of("launch", found.times["kernel"]),
         "moved_bytes": moved,
         "floor_us": round(1e6 * moved / rate, 3),

@@ -37,7 +37,6 @@ class StockLayer:
         state: Tensors,
         *,
         q: int = 1,
-        keep: Tensors | None = None,
     ) -> None:
         self.config, self.shard, self.rows, self.q, self.layer = config, Shard(config=config, tp=tp), rows, q, layer
         tag = f"L{layer:02d}"
