@@ -252,7 +252,14 @@ def figures_data(matrix: Matrix) -> dict[str, Any]:
         if r.step_us is not None and r.cell.context_tokens == CONTEXT_SHOWN
     ]  # fmt: skip
     launches = [
-        {"tp": p.tp, "rows": p.rows, "gpu": p.gpu, "evidence": p.evidence, "launches": [[n, statistics.median(s)] for n, s in p.launches]}
+        {
+            "tp": p.tp,
+            "rows": p.rows,
+            "gpu": p.gpu,
+            "backend": p.backend,
+            "evidence": p.evidence,
+            "launches": [[n, statistics.median(s)] for n, s in p.launches],
+        }
         for p in matrix.layers.launches
     ]
     basis = {b: {"evidence": list(a.evidence), "measured_on": a.measured_on} for b, a in matrix.assumptions.items()}

@@ -30,6 +30,7 @@ from validation.freshness.published import PUBLISHED, freshness, published_runs
 from validation.policy import Policy, load_policy
 
 CASE = re.compile(r"k3-tp(?P<tp>\d+)-r(?P<rows>\d+)-q(?P<q>\d+)(?P<again>-again)?$")
+STOCK_PROFILE = re.compile(r"k3-tp(?P<tp>\d+)-r(?P<rows>\d+)-stock$")
 PROFILE = re.compile(r"k3-tp(?P<tp>\d+)-r(?P<rows>\d+)-alone$")
 WORKLOADS = "published.cpu_workloads"
 ERROR_FLOOR = 2e-6  # of a relative error, where the BF16 reference is exact
@@ -56,6 +57,7 @@ class LaunchTimes:
     gpu: str
     launches: tuple[tuple[str, tuple[float, ...]], ...]
     evidence: str
+    backend: str = OURS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +167,14 @@ def read_published(root: Path = PUBLISHED, store: Store | None = None) -> Publis
                 and not _stale_layer(run, record, stale, today, policy)
             ):
                 launches += _launch_times(run, record, match, checks)
+            elif (match := STOCK_PROFILE.fullmatch(subject)) and isinstance(table := record.details.get("launches_in_order"), list | tuple):
+                named = tuple((str(name), tuple(float(us) for us in samples)) for name, samples in table)
+                place = (int(match["tp"]), int(match["rows"]))
+                launches.append(
+                    LaunchTimes(
+                        tp=place[0], rows=place[1], gpu=gpu_of(run).name, launches=named, evidence=record.id, backend=STOCK
+                    )
+                )  # fmt: skip
     kept = tuple(results.values())
     measured = [r for r in kept if r.outcome == "measured"]
     points = {b: tuple(_point(r) for r in measured if r.cell.backend == b and r.cell.q == 1) for b in (OURS, STOCK)}
@@ -329,7 +339,7 @@ def launch_fits(cells: PublishedCells) -> LaunchFits | None:
         return None
     found = []
     read = {(r.cell.tp, r.cell.rows): r.conditions.get("experts_read") for r in cells.results if r.cell.backend == OURS and r.cell.q == 1}
-    for times in (times for times in cells.launches if times.gpu == cells.gpu):
+    for times in (times for times in cells.launches if (times.gpu, times.backend) == (cells.gpu, OURS)):
         launches = step_traffic("kimi-k3", times.tp, times.rows, 1, 0, Scope.LAYER, read.get((times.tp, times.rows)))
         found += [
             LaunchPoint(op=t.op, hbm_bytes=t.hbm_bytes, rows=times.rows, us=statistics.median(samples), evidence=times.evidence)

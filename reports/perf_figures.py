@@ -17,6 +17,7 @@ from validation.core.types import Evidence
 
 _plain = FuncFormatter(lambda value, _: f"{value:,.0f}")
 LABEL_GAP = 0.026  # of the axis, between the names of launches
+LONGEST_NAME = 28  # of a launch: a library's kernel names run to hundreds of letters
 OURS, AUTO = "latency_specialized", "auto"
 SIDES = ((AUTO, "stock", STOCK, "o", "-"), (OURS, "candidate", CANDIDATE, "x", "--"))
 
@@ -113,29 +114,25 @@ def _pareto(record: Evidence, data: Mapping[str, Any], gpu: str, tp: int) -> Fig
 
 
 def _timeline(record: Evidence, data: Mapping[str, Any], profile: Mapping[str, Any]) -> Figure | None:
-    """Stock's layer above ours: ours also launch by launch, each measured alone. Stock's launches were not timed one by one."""
+    """Stock's layer above ours, and each launch by launch where its launches were timed one by one."""
     place = (profile["tp"], profile["rows"])
     layers = {e["backend"]: e for e in data.get("layers", ()) if (e["tp"], e["rows"], e["q"]) == (*place, 1)}
-    if set(layers) != {AUTO, OURS}:
+    if set(layers) != {AUTO, OURS} or profile.get("backend", OURS) != OURS:
         return None
-    canvas, axis = plt.subplots(figsize=(WIDTH_INCHES, 3.2))
-    alone_us = sum(us for _, us in profile["launches"])
+    stock = [p for p in data.get("launches", ()) if (p["tp"], p["rows"], p.get("backend")) == (*place, AUTO)][-1:]
+    canvas, axis = plt.subplots(figsize=(WIDTH_INCHES, 4.6 if stock else 3.2))
+    alone_us = max(sum(us for _, us in one["launches"]) for one in (profile, *stock))
     reach = max(alone_us * 1.45, layers[AUTO]["us"] * 1.02)
     for y, (backend, name, color, _, _) in zip((2, 1), SIDES, strict=True):
         entry = layers[backend]
         axis.barh(y, entry["us"], height=0.55, color=color, alpha=0.85 if backend == AUTO else 0.6, edgecolor="black", lw=0.5)
         text = f"{name}: {entry['launches']} launches in one graph, {entry['us']:.1f} us"
         axis.text(0.007 * reach, y, text, va="center", fontsize=8, color="white" if backend == AUTO else "black")
-    at, label_at = 0.0, -reach
-    for number, (launch, us) in enumerate(profile["launches"]):
-        axis.barh(0, us, left=at, height=0.55, color=CANDIDATE, alpha=0.35 + 0.35 * (number % 2), edgecolor="black", lw=0.5)
-        label_at = max(at + us / 2, label_at + LABEL_GAP * reach)  # short launches in a row: their names move apart
-        axis.plot([at + us / 2, label_at], [-0.28, -0.38], color=LIMIT, lw=0.5)
-        axis.text(label_at, -0.4, launch, rotation=45, ha="right", va="top", fontsize=7)
-        at += us
-    axis.text(max(at + 0.007 * reach, label_at), 0, f"{at:.1f} us alone, one after the other", va="center", fontsize=8)
+    _segments(axis, profile["launches"], 0, CANDIDATE, reach, above=False)
+    for one in stock:
+        _segments(axis, one["launches"], 3, STOCK, reach, above=True)
     axis.set_yticks([])
-    axis.set_ylim(-2.0, 2.5)
+    axis.set_ylim(-2.0, 5.6 if stock else 2.5)
     axis.set_xlim(-0.035 * reach, reach)  # room for the first launch's name
     for edge in ("left", "right", "top"):
         axis.spines[edge].set_visible(False)
@@ -143,12 +140,26 @@ def _timeline(record: Evidence, data: Mapping[str, Any], profile: Mapping[str, A
     ratio = layers[AUTO]["us"] / layers[OURS]["us"]
     shape = f"{place[1]} row{'s' * (place[1] > 1)}"
     axis.set_title(f"MEASURED: one KDA + MoE layer, one rank of TP{place[0]}, {shape}: {ratio:.2f}x", fontsize=10)
+    told = "Top and bottom: each launch alone" if stock else "Stock's launches were timed together only. Bottom: each launch alone"
+    ids = ", ".join(dict.fromkeys([layers[OURS]["evidence"], *(p["evidence"] for p in (*stock, profile)), record.id]))
     caption = (
-        f"One rank's share of a layer: {ratio:.2f}x, {layers[OURS]['conditions']}. Stock's launches were timed together only, and "
-        f"without any exchange between ranks; ours include their messages, looped back. Bottom: each launch alone, without overlap. "
-        f"Evidence {layers[OURS]['evidence']}, {profile['evidence']}, {record.id}."
+        f"One rank's share of a layer: {ratio:.2f}x, {layers[OURS]['conditions']}. Stock is without exchanges between ranks; ours include "
+        f"their messages, looped back. {told}, without overlap. Evidence {ids}."
     )
     return _finish(canvas, f"perf-layer-tp{place[0]}-r{place[1]}", f"One layer, launch by launch, TP{place[0]}, {shape}", caption)
+
+
+def _segments(axis: Any, launches: Sequence[tuple[str, float]], y: float, color: str, reach: float, *, above: bool) -> None:
+    """Launches one after the other at height `y`, their names above or below; short ones in a row have their names moved apart."""
+    at, label_at, side = 0.0, -reach, 1 if above else -1
+    for number, (launch, us) in enumerate(launches):
+        axis.barh(y, us, left=at, height=0.55, color=color, alpha=0.35 + 0.35 * (number % 2), edgecolor="black", lw=0.5)
+        label_at = max(at + us / 2, label_at + LABEL_GAP * reach)
+        axis.plot([at + us / 2, label_at], [y + 0.28 * side, y + 0.38 * side], color=LIMIT, lw=0.5)
+        shown = {"ha": "left", "va": "bottom"} if above else {"ha": "right", "va": "top"}
+        axis.text(label_at, y + 0.4 * side, launch[:LONGEST_NAME], rotation=45, fontsize=7, **shown)
+        at += us
+    axis.text(max(at + 0.007 * reach, label_at), y, f"{at:.1f} us alone, one after the other", va="center", fontsize=8)
 
 
 def _fraction(record: Evidence, data: Mapping[str, Any]) -> Figure | None:

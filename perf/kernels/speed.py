@@ -6,6 +6,7 @@ has to be no difference, else nothing of that record may be believed.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -97,6 +98,7 @@ class LayerBench:
     def __init__(self, tp: int, card: Card, rate: float) -> None:
         self.tp, self.card, self.rate = tp, card, rate
         self.weights: dict[str, torch.Tensor] = {}
+        self.stock: list[StockLayer] = []  # of the last shape
 
     def one(self, rows: int, q: int, replays: int = LAYER_REPLAYS) -> tuple[dict[str, Any], LayerLoop]:
         """The record of one shape, and the fused loop it timed."""
@@ -109,6 +111,7 @@ class LayerBench:
         stock = [StockLayer(K3, self.tp, layer, rows, self.weights, state_for(K3, self.tp, rows, q), q=q) for layer in LAYERS]
         for layer in stock:
             adopt_routing(layer, chosen[layer.layer])
+        self.stock = stock
         graphs = {name: capture(loop.issue) for name, loop in loops.items()}
         issue = partial(_issue, stock)
         graphs |= {"stock": capture(issue), "stock_again": capture(issue)}
@@ -170,6 +173,7 @@ def layers(records: Any, profiles: Any, tps: tuple[int, ...] = (8, 16), shapes: 
                 profiles.add(profiled(fused, tp, rows, "pdl"))
                 alone = LayerLoop(K3, tp, LAYERS, rows, q, pdl=False, side=False, shared_weights=bench.weights)
                 profiles.add(profiled(alone, tp, rows, "alone"))
+                profiles.add(profiled_stock(bench.stock, tp, rows))
             torch.cuda.empty_cache()
 
 
@@ -196,6 +200,43 @@ def profiled(loop: LayerLoop, tp: int, rows: int, way: str, passes: int = 3) -> 
         "other_kernels_count": len(events) - len(ours),
         "kernels": table,
     }
+
+
+def profiled_stock(stock: list[StockLayer], tp: int, rows: int, passes: int = 3) -> dict[str, Any]:
+    """Kernel times of eager passes of the stock layers, in order of launching; a library product may be two kernels. An error is told."""
+    record: dict[str, Any] = {
+        "case": f"k3-tp{tp}-r{rows}-stock",
+        "what": "profiler, eager passes over two stock layers: microseconds of each kernel in order, one sample a layer and pass",
+    }
+    try:
+        kernels = _kernels_of(partial(_issue, stock), passes)
+    except Exception as error:  # the layer's own records stand without this picture
+        return record | {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+    return record | in_order(kernels, passes * len(stock))
+
+
+def _kernels_of(work: Callable[[], None], passes: int) -> list[tuple[str, float]]:
+    """(name, microseconds) of every kernel of `passes` eager passes, in order."""
+    from torch.profiler import ProfilerActivity, profile
+
+    work()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(passes):
+            work()
+            torch.cuda.synchronize()
+    events = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith("Mem")]
+    return [(e.name, float(e.device_time)) for e in sorted(events, key=lambda e: e.time_range.start)]
+
+
+def in_order(kernels: Sequence[tuple[str, float]], times: int) -> dict[str, Any]:
+    """`launches_in_order`: (name, samples) of each place of a sequence that ran `times` times; an error where it did not repeat."""
+    each, rest = divmod(len(kernels), times)
+    places = [kernels[place::each] for place in range(each)] if each and not rest else []
+    if not places or any(len({name for name, _ in place}) > 1 for place in places):
+        return {"error": f"got {len(kernels)} kernels in {times} passes of one layer, needs the same in each"}
+    names = LAUNCHES if each == len(LAUNCHES) else [place[0][0][:60] for place in places]
+    return {"launches_in_order": [[name, [us for _, us in place]] for name, place in zip(names, places, strict=True)]}
 
 
 # ---- each launch alone ----

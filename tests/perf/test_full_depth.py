@@ -161,6 +161,21 @@ def test_a_stock_that_cannot_run_costs_its_own_times_only(step, monkeypatch) -> 
     assert "stock_us" not in record
 
 
+def test_stock_kernels_are_told_by_their_place_in_the_layer(step) -> None:
+    from perf.kernels.speed import in_order
+    from perf.kernels.stock_layer import LAUNCHES
+
+    layer = [(f"kernel_{place}", float(place)) for place in range(len(LAUNCHES))]
+    found = in_order(layer * 6, 6)["launches_in_order"]
+    assert [name for name, _ in found] == list(LAUNCHES)
+    assert found[3][1] == [3.0] * 6
+    cut_in_two = in_order([*layer, ("reduce", 1.0)] * 6, 6)["launches_in_order"]
+    assert [name for name, _ in cut_in_two[-2:]] == ["kernel_21", "reduce"]
+    assert "needs the same in each" in in_order(layer * 5 + layer[::-1], 6)["error"]
+    assert "needs the same in each" in in_order((layer * 6)[:-1], 6)["error"]
+    assert "needs the same in each" in in_order([], 6)["error"]
+
+
 # ---- what is shown of it ----
 def rank_step(**told: Any) -> RankStep:
     details = {

@@ -13,7 +13,17 @@ from perf.hardware import gpu
 from perf.markdown import workload_table
 from perf.matrix import Cell, Scope
 from perf.model import LayerPoint, fit_assumptions, launches_of, project, step_traffic
-from perf.published import OURS, STOCK, PublishedCells, kernels_of_layer, passes, published_workloads, read_published, read_store
+from perf.published import (
+    OURS,
+    STOCK,
+    PublishedCells,
+    kernels_of_layer,
+    launch_fits,
+    passes,
+    published_workloads,
+    read_published,
+    read_store,
+)
 from perf.roofline import expert_bytes
 from validation.core import environment
 from validation.core.store import EvidenceStore
@@ -237,3 +247,21 @@ def test_a_long_workload_that_was_objected_to_is_an_error_record(tmp_path: Path)
     assert record["reasons"] == ["candidate: off by 9"]
     (found,) = publish_workload(tmp_path, record, digests.current())
     assert workload_table(found)["rows"][1][7] == "candidate: off by 9"
+
+
+def test_stock_launches_are_read_and_no_fit_takes_them_for_ours(tmp_path: Path) -> None:
+    table = [["conv", [3.0, 3.1, 2.9]], ["add", [2.0, 2.0, 2.0]]]
+    known = digests.binding(["kda"])
+    run = Run(
+        id=RUN_ID, started_utc="2026-11-30T00:00:00Z", argv=(), commit="c", dirty=False, profile="gpu",
+        config={"digests": digests.current()}, hardware={"gpu": "NVIDIA H200"}, versions={},
+    )  # fmt: skip
+    kept = EvidenceStore.create(tmp_path, run, {"cases": [], "absent_lanes": []}, durable=False)
+    details = {"case": "k3-tp16-r1-stock", "launches_in_order": table}
+    kept.append(evidence("published.kernel_profile", "k3-tp16-r1-stock", known, details))
+    kept.append(evidence("published.kernel_profile", "k3-tp8-r1-stock", known, {"case": "k3-tp8-r1-stock", "error": "did not repeat"}))
+    kept.close("2026-11-30T00:00:01Z")
+    (found,) = read_published(tmp_path).launches
+    assert (found.tp, found.rows, found.backend) == (16, 1, STOCK)
+    assert found.launches == (("conv", (3.0, 3.1, 2.9)), ("add", (2.0, 2.0, 2.0)))
+    assert launch_fits(replace(read_published(tmp_path), gpu="H200")) is None

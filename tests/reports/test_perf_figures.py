@@ -49,6 +49,21 @@ def test_every_figure_is_there_with_its_label_and_evidence() -> None:
     assert "one H200, batch 1, 2026-11-01" in layer.caption  # a multiplier with its conditions
 
 
+def test_stock_is_drawn_launch_by_launch_above_ours_where_it_was_timed_so() -> None:
+    name = "a_kernel_of_a_library_with_a_very_long_name"
+    stock = {"tp": 8, "rows": 1, "gpu": "H200", "backend": AUTO, "evidence": "E-stock", "launches": [["conv", 30.0], [name, 110.0]]}
+    given = data()
+    given["launches"].append(stock)
+    (figure,) = [figure for figure in perf_figures([record(given)]) if figure.name.startswith("perf-layer")]
+    assert "E-stock" in figure.caption
+    assert "timed together only" not in figure.caption
+    for words in ("conv", name[:28], "140.0 us alone", "27.0 us alone"):
+        assert words in figure.svg
+    assert name not in figure.svg
+    (before,) = [figure for figure in perf_figures([record(data())]) if figure.name.startswith("perf-layer")]
+    assert "timed together only" in before.caption
+
+
 def test_nothing_to_draw_is_no_figure() -> None:
     assert perf_figures([]) == ()
     assert perf_figures([record({})]) == ()
