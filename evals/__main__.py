@@ -25,7 +25,8 @@ class Bars:
     """One bar a suite on standard error, with the time that is left."""
 
     def __init__(self, console: Console) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        name = TextColumn("{task.description}", markup=False)
+        columns = (name, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         self.display = Progress(*columns, console=console)
         self._tasks: dict[str, Any] = {}
 
@@ -54,7 +55,7 @@ def list_suites() -> None:
         table.add_row(
             suite, "shipped" if suite in NANO_SUITES else "local files or the hub", f"{100 * margins.get(suite, float('nan')):g} points"
         )
-    Console().print(table)
+    Console(markup=False).print(table)
 
 
 @app.command()
@@ -74,7 +75,7 @@ def run(
     """Run suites on stock and candidate and judge them (nano: minutes on two cores, no GPU)."""
     from evals.tasks.loading import NANO_SUITES
 
-    console = Console(stderr=True)
+    console = _console()
     try:
         settings = Settings(candidate=candidate, checkpoint=checkpoint, seed=seed)
         bars = Quiet() if quiet else Bars(console)
@@ -116,6 +117,11 @@ def _run(
     family = judge_family(gates)
     _show(gates, family, console)
     return family.status
+
+
+def _console() -> Console:
+    """Names of suites and files are printed as they are: a bracket in one is no markup."""
+    return Console(stderr=True, markup=False)
 
 
 def _show(gates: list[Any], family: Any, console: Console) -> None:
