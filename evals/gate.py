@@ -224,7 +224,9 @@ def _gaps(gate: SuiteGate) -> list[str]:
         )
     elif not gate.non_inferiority.proven:
         reasons.append(f"a drop of {points(policy.delta)} is not excluded (lower bound {points(gate.non_inferiority.lower)})")
-    if not gate.one_se.holds:
+    if math.isnan(gate.one_se.ratio):
+        reasons.append("all items score alike on stock: one standard error is 0 and says nothing")
+    elif not gate.one_se.holds:
         reasons.append(f"difference {points(gate.one_se.difference)} exceeds one standard error {points(gate.one_se.se)}, as chance can")
     return reasons
 

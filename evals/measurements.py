@@ -121,6 +121,10 @@ def _percent(share: float, digits: int = 2) -> str:
     return "–" if math.isnan(share) else f"{100 * share:.{digits}f} %"
 
 
+def _one_se_word(gate: SuiteGate) -> str:
+    return "holds" if gate.one_se.holds else "no spread" if math.isnan(gate.one_se.ratio) else "violated"
+
+
 def _summary(gate: SuiteGate) -> dict[str, Any]:
     flips = f"{gate.mcnemar.worse} / {gate.mcnemar.better}" if gate.mcnemar is not None else "–"
     columns = ["suite", "items x repeats", "stock", "candidate", "difference ± SE", "one SE", "lower bound", "margin", "detectable"]
@@ -131,7 +135,7 @@ def _summary(gate: SuiteGate) -> dict[str, Any]:
         _percent(gate.stock.mean),
         _percent(gate.candidate.mean),
         f"{_percent(gate.difference.mean)} ± {_percent(gate.difference.se)}",
-        f"{_percent(gate.one_se.se)} ({'holds' if gate.one_se.holds else 'violated'})",
+        f"{_percent(gate.one_se.se)} ({_one_se_word(gate)})",
         _percent(gate.non_inferiority.lower),
         _percent(-gate.policy.delta),
         _percent(gate.detectable_drop),
@@ -196,7 +200,7 @@ def family_details(family: FamilyGate, gates: Sequence[SuiteGate]) -> dict[str, 
     """One table over the suites."""
     columns = ["suite", "difference", "p (drop)", "Holm p", "one SE", "status"]
     rows = [
-        [g.suite, _percent(g.difference.mean), f"{g.p_drop:.3g}", f"{p:.3g}", "holds" if g.one_se.holds else "violated", g.status.value]
+        [g.suite, _percent(g.difference.mean), f"{g.p_drop:.3g}", f"{p:.3g}", _one_se_word(g), g.status.value]
         for g, p in zip(gates, family.p_drop_holm, strict=True)
     ]
     table = {"title": "All suites", "columns": columns, "rows": rows}

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy import stats
 
 from evals.serving.noise_rule import widened
 
@@ -69,7 +70,7 @@ def _interval(means: np.ndarray) -> tuple[float, float]:
 class Slowdown:
     """The candidate against both passes of stock, and stock's second pass against its first. Shares: 0.5 is half as long again.
 
-    `low` and `high` bound the candidate's slow-down after what stock differs from itself is taken off, or added.
+    `low` and `high` bound the candidate's slow-down, after what stock differs from itself is taken off, or added.
     """
 
     candidate: Pace
@@ -78,9 +79,16 @@ class Slowdown:
     high: float
 
 
-def slowdown(stock: Waves, candidate: Waves, again: Waves) -> Slowdown:
-    """A machine that changes between passes shows in stock's own two, asked before and after the candidate or in turn with it: what they
-    differ by is no finding about the candidate, so the interval is widened by it on both sides."""
+def slowdown(stock: Waves, candidate: Waves, again: Waves, *, in_turn: bool) -> Slowdown:
+    """What stock's two passes differ by is no finding about the candidate, so the interval is widened by it on both sides.
+
+    `in_turn`: the passes took turns wave by wave, and what disturbs the machine is in the waves already. Otherwise each pass stands
+    minutes apart from the others and has met its own disturbance, of which stock's two passes are the only sample: one degree of freedom,
+    and a wide interval unless stock repeats itself well.
+    """
     against, own = pace(candidate, [stock, again]), pace(again, [stock])
-    drift = math.exp(abs(math.log(own.ratio))) if own.ratio > 0 else math.nan
+    apart = abs(math.log(own.ratio)) if own.ratio > 0 else math.nan
+    # Of a pass: apart / sqrt(2). Of the candidate's from the mean of stock's two: that times sqrt(1 + 1 / 2).
+    reach = 1.0 if in_turn else float(stats.t.ppf(0.5 + COVERAGE / 2, 1)) * math.sqrt(1.5 / 2)
+    drift = math.exp(reach * apart)
     return Slowdown(candidate=against, stock=own, low=against.low / drift - 1, high=against.high * drift - 1)

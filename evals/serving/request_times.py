@@ -65,8 +65,9 @@ def measure_times(case: Case, targets: Mapping[str, ServedTarget], limit: float)
     if not perf.waves:
         raise Refused(("request times: got waves = 0 in [perf], needs some to be timed",))
     load = Load(concurrency=int(case.params["concurrency"]), replica=int(case.params.get("replica", 1)))
-    passes = Timing(perf, targets).collect()[load]
-    return _found(load, passes, limit)
+    timing = Timing(perf, targets)
+    passes = timing.collect()[load]
+    return _found(load, passes, slowdown(*(passes[name].waves for name in PASSES), in_turn=timing.side_by_side), limit)
 
 
 def loads(targets: Mapping[str, ServedTarget]) -> list[Load]:
@@ -94,13 +95,17 @@ class Timing:
     def collect(self) -> dict[Load, dict[str, Timed]]:
         """Every load's passes. With one set of GPUs each side is up once for all loads, and stock a second time."""
         wanted = loads(self._targets)
-        side_by_side = self._config.servers.together or all(self._config.side(role).base_url for role in ("stock", "candidate"))
-        groups = [tuple(PASSES)] if side_by_side else [(name,) for name in PASSES]
+        groups = [tuple(PASSES)] if self.side_by_side else [(name,) for name in PASSES]
         for group in groups:
             for load in wanted:
                 if any(not self._path(load, name).is_file() for name in group):
                     self._time(load, group)
         return {load: {name: self._read(load, name) for name in PASSES} for load in wanted}
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether both sides answer at the same time, so that waves can take turns."""
+        return self._config.servers.together or all(self._config.side(role).base_url for role in ("stock", "candidate"))
 
     def _time(self, load: Load, group: Sequence[str]) -> None:
         lives = {name: self._up(PASSES[name]) for name in group}
@@ -182,8 +187,7 @@ class Timing:
 
 
 # ---- what is recorded ----
-def _found(load: Load, passes: Mapping[str, Timed], limit: float) -> Found:
-    told = slowdown(*(passes[name].waves for name in PASSES))
+def _found(load: Load, passes: Mapping[str, Timed], told: Slowdown, limit: float) -> Found:
     lost = {role: sum(len(passes[name].losses) for name, side in PASSES.items() if side == role) for role in ("stock", "candidate")}
     measured = [
         Measurement(name="request_time_ratio", value=told.candidate.ratio, unit="1"),

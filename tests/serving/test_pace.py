@@ -32,7 +32,7 @@ def waves(
 def judged(seed: int, factor: float, drift: float = 1.0, **options: float) -> tuple[bool, bool]:
     """Whether the candidate is proven slower, and whether it is proven not to be."""
     rng = np.random.default_rng(seed)
-    found = slowdown(waves(rng, **options), waves(rng, factor * drift**0.5, **options), waves(rng, drift, **options))
+    found = slowdown(waves(rng, **options), waves(rng, factor * drift**0.5, **options), waves(rng, drift, **options), in_turn=True)
     return found.low > ALLOWED, found.high <= ALLOWED
 
 
@@ -82,6 +82,21 @@ def test_a_machine_that_slows_down_meanwhile_is_no_finding():
     """A quarter slower from stock's first pass to its second: drift, which stock shows against itself."""
     assert share([judged(seed, 1.0, drift=1.25)[0] for seed in range(200)]) == 0
     assert share([judged(seed, 1.0, drift=1.25)[1] for seed in range(200)]) == 0  # and nothing is proven on such a machine
+
+
+def apart(seed: int, factor: float, disturbance: float, **options: float) -> bool:
+    """Whether the candidate is proven slower when each pass, minutes from the others, meets a disturbance of its own."""
+    rng = np.random.default_rng(seed)
+    of_pass = np.exp(rng.normal(scale=disturbance, size=PASSES))
+    made = [waves(rng, scale * own, **options) for scale, own in zip((1.0, factor, 1.0), of_pass, strict=True)]
+    return slowdown(*made, in_turn=False).low > ALLOWED
+
+
+def test_servers_that_take_turns_by_passes_are_judged_by_how_well_stock_repeats_itself():
+    for disturbance in (0.0, 0.02, 0.1, 0.3):
+        assert share([apart(seed, 1.0, disturbance) for seed in range(400)]) <= 0.03, disturbance
+    assert share([apart(seed, 1.5, 0.003, wave_noise=0.01, pauses=0.0) for seed in range(200)]) > 0.95  # GPUs of one's own
+    assert share([apart(seed, 1.5, 0.3) for seed in range(100)]) < 0.1  # such a machine tells nothing
 
 
 def test_equal_servers_are_proven_equal_on_a_quiet_machine():

@@ -265,6 +265,17 @@ def test_every_template_is_a_file_that_the_suite_reads(name):
     assert settings.serving["candidate"]["model"]
 
 
+def test_a_settings_file_in_the_project_is_no_part_of_the_change():
+    """Scope looks at what git sees: a run must not fail because of the file that it is told to read."""
+    names = [f"{name}.toml" for name in templates()]
+    seen = subprocess.run(
+        ["git", "check-ignore", *names, "pyproject.toml", "rfc/policy.toml"], cwd=PROJECT_ROOT, capture_output=True, text=True, check=False
+    )
+    if seen.returncode == 128:
+        pytest.skip("no git checkout")
+    assert seen.stdout.split() == names
+
+
 def test_init_writes_a_file_once(tmp_path):
     def init(*options: str) -> tuple[int, str]:
         words = [sys.executable, "-m", "validation", "init", "--output", str(tmp_path / "v.toml"), *options]
