@@ -141,7 +141,7 @@ class LineFile:
         return obj
 
     def _altered(self, offset: int) -> HarnessError:
-        return HarnessError(f"{self.what}: got an altered line at byte {offset} of {self.path}, needs the file as written; restore it")
+        return HarnessError(f"{self.what}: got an altered line at byte {offset} of {self.path}, needs it as written; restore the file")
 
     def _append(self, lines: Sequence[bytes]) -> int:
         """Write in one go and sync; returns the byte at which the first line begins."""
