@@ -100,7 +100,7 @@ def run_bench(command: list[str], timeout_s: float, role: str) -> None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if process.returncode:
-        tail = " | ".join(told.decode(errors="replace")[-TAIL_CHARACTERS:].split("\n"))
+        tail = " | ".join(told.decode(errors="replace")[-TAIL_CHARACTERS:].split("\n")).strip() or "it printed nothing"
         raise RuntimeError(f"{role}: the bench command ended with exit code {process.returncode}: {tail}")
 
 

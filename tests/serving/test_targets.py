@@ -252,6 +252,8 @@ def test_long_text_is_real_long_and_different_for_each_number():
 def test_a_bench_command_that_fails_says_how():
     with pytest.raises(RuntimeError, match=r"exit code 3: .*wrong option"):
         run_bench([sys.executable, "-c", "import sys; print('wrong option'); sys.exit(3)"], 20, "stock")
+    with pytest.raises(RuntimeError, match=r"exit code 1: it printed nothing"):
+        run_bench([sys.executable, "-c", "import sys; sys.exit(1)"], 20, "stock")
     with pytest.raises(RuntimeError, match=r"longer than 0\.3 s"):
         run_bench([sys.executable, "-c", "import time; time.sleep(30)"], 0.3, "stock")
     with pytest.raises(RuntimeError, match="could not be started"):
