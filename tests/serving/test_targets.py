@@ -9,14 +9,16 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from evals.serving.bench import run_bench
 from evals.serving.broker import Broker, Servers
 from evals.serving.client import Endpoint
-from evals.serving.config import NumericsConfig, ServersConfig, ServingConfig, Side
+from evals.serving.config import EvalsConfig, NumericsConfig, PerfConfig, ServersConfig, ServingConfig, Side
 from evals.serving.counters import Growth, acceptance_of, growth
 from evals.serving.differences import position_errors
 from evals.serving.forced import NotForced, Position, force_window
@@ -24,11 +26,12 @@ from evals.serving.identity import compare, log_facts, option_of, refusals
 from evals.serving.noise import measure_contexts, measure_overall
 from evals.serving.passes import NOISE, PASSES, STOCK, Passes, long_text
 from evals.serving.path_proof import Sign, log_sign, metrics_sign, shown_by_stock, trace_sign
+from evals.serving.request_times import measure_times
 from evals.serving.targets import open_targets
 from evals.serving.template import templates
 from validation.core import jsonio
 from validation.core.settings import PROJECT_ROOT, Settings, load_settings
-from validation.core.types import HarnessError
+from validation.core.types import Case, HarnessError
 from validation.core.worker import Refused
 
 TOY = Path(__file__).with_name("toy_server.py")
@@ -218,6 +221,35 @@ def test_passes_over_servers_give_ratios_and_are_kept(served, monkeypatch, tmp_p
     Passes(config.numerics, targets, tmp_path).collect()
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json")} == before
     assert len(passes.positions(NOISE, passes.places[0])) > len(passes.positions(STOCK, passes.places[0]))
+
+
+def test_request_times_are_kept_and_lost_requests_are_no_times(served, monkeypatch, tmp_path):
+    folder, config = served
+    config = dataclasses.replace(config, perf=PerfConfig(waves=3, prompt_tokens=32, new_tokens=4), evals=EvalsConfig(concurrency=(1, 4)))
+    case = Case(subject="requests", params={"concurrency": 4})
+
+    def measured(changed: ServingConfig) -> tuple[dict[str, float], Mapping[str, Any]]:
+        measurements, details = measure_times(case, targets_of(changed, monkeypatch, folder), 0.03)
+        return {m.name: m.value for m in measurements}, details
+
+    found, details = measured(config)
+    assert (found["waves"], found["lost_requests"], found["lost_requests_stock"]) == (3, 0, 0)
+    assert [row[2] for row in details["tables"][0]["rows"]] == [12, 12, 12]
+    kept = {path: path.stat().st_mtime_ns for path in (folder / "numerics" / "times").rglob("*.json")}
+    assert len(kept) == 6  # three passes of two loads
+    assert measured(config)[0] == found
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    late = dataclasses.replace(
+        config, evals=EvalsConfig(concurrency=(4,), request_timeout_s=1e-4), perf=PerfConfig(waves=2, prompt_tokens=32)
+    )
+    found, details = measured(late)
+    assert (found["waves"], found["lost_requests"], found["lost_requests_stock"]) == (0, 8, 16)
+    assert "slowdown_low" not in found
+    assert "no whole answer within" in details["reasons"][1]
+    with pytest.raises(Refused, match="needs some to be timed"):
+        measured(dataclasses.replace(config, perf=PerfConfig(waves=0)))
+    with pytest.raises(Refused, match="needs both within the 8192"):
+        measured(dataclasses.replace(config, perf=PerfConfig(prompt_tokens=9000)))
 
 
 def test_a_server_that_ignores_forcing_is_found_out_and_one_that_speculates_is_asked_token_by_token(tmp_path):
