@@ -39,9 +39,10 @@ def parse_cell(text: str) -> Cell:
     )
 
 
-def read_cell(text: str, path: Path) -> CellResult:
+def read_cell(text: str, path: Path, *, listed: bool = True) -> CellResult:
     """A `serve` or `latency` result as the cell named; a malformed file is an `error` cell with its reasons, and the sweep goes on.
 
+    `listed`: only GPUs and models that the matrix knows. Two servers that are compared with each other may be of any.
     The step time is the time per output token times the acceptance length: draft and verify together.
     """
     cell = parse_cell(text)
@@ -49,7 +50,7 @@ def read_cell(text: str, path: Path) -> CellResult:
         step_us, acceptance, conditions, reasons = _read(cell, path)
     except HarnessError as error:
         return CellResult(cell=cell, source=Source.SERVER, outcome="error", reasons=(str(error),))
-    reasons = [*_unknown(cell), *cell.refusals(), *reasons]
+    reasons = [*(_unknown(cell) if listed else ()), *cell.refusals(), *reasons]
     outcome = "error" if reasons else "measured"
     return CellResult(
         cell=cell,

@@ -39,7 +39,7 @@ def measure_bench(targets: Mapping[str, ServedTarget]) -> Found:
     if perf.bench:
         targets["stock"].link.require_alike()
     files = {role: _result_of(role, perf, targets[role]) for role in SIDES}
-    cells = {role: read_cell(getattr(perf, f"{TABLE_OF[role]}_cell"), files[role]) for role in SIDES}
+    cells = {role: read_cell(getattr(perf, f"{TABLE_OF[role]}_cell"), files[role], listed=False) for role in SIDES}
     served = {role: _served(path) for role, path in files.items()}
     objections = [f"{role}: {reason}" for role, cell in cells.items() for reason in cell.reasons]
     objections += [f"{role}: {words}" for role, one in served.items() if one is not None for words in _lost(one)]

@@ -38,4 +38,4 @@ def measured(cell: str, url: str, model: str, tokenizer: Path, result: Path) -> 
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
     assert result.exists(), f"exit code {done.returncode}: {done.stdout[-500:]} {done.stderr[-1500:]}"
-    return read_cell(cell, result)
+    return read_cell(cell, result, listed=False)

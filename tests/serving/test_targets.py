@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from evals.serving.bench import run_bench
+from evals.serving.bench import measure_bench, run_bench
 from evals.serving.broker import Broker, Servers
 from evals.serving.client import Endpoint
 from evals.serving.config import EvalsConfig, NumericsConfig, PerfConfig, ServersConfig, ServingConfig, Side
@@ -34,6 +34,7 @@ from validation.core.settings import PROJECT_ROOT, Settings, load_settings
 from validation.core.types import Case, HarnessError
 from validation.core.worker import Refused
 
+PATH_OF = {"baseline": "auto", "candidate": "latency_specialized"}
 TOY = Path(__file__).with_name("toy_server.py")
 FACTS = {
     "model": "w", "revision": "r", "dtype": "bf16", "tensor_parallel": "8", "quantization": "none", "max_model_len": "8192",
@@ -290,6 +291,20 @@ def test_a_bench_command_that_fails_says_how():
         run_bench([sys.executable, "-c", "import time; time.sleep(30)"], 0.3, "stock")
     with pytest.raises(RuntimeError, match="could not be started"):
         run_bench(["/nowhere/bench"], 5, "stock")
+
+
+def test_two_servers_of_any_model_and_gpu_are_benched(served, monkeypatch, tmp_path):
+    """The matrix knows a few of each; a comparison of two servers needs neither."""
+    folder, config = served
+    told = {"completed": 8, "num_prompts": 8, "duration": 2.0, "output_throughput": 64.0, "total_token_throughput": 320.0}
+    (tmp_path / "a.json").write_text(json.dumps({**told, "median_tpot_ms": 9.0, "median_ttft_ms": 30.0, "median_itl_ms": 9.0}))
+    cells = {f"{table}_cell": f"some-model-B999-tp2-b1-q1-c64-al1-{path}" for table, path in PATH_OF.items()}
+    results = {f"{table}_result": str(tmp_path / "a.json") for table in PATH_OF}
+    config = dataclasses.replace(config, perf=PerfConfig(**cells, **results))
+    measurements, details = measure_bench(targets_of(config, monkeypatch, folder))
+    found = {m.name: m.value for m in measurements}
+    assert (found["objections"], found["completed_requests"], found["speed_up"]) == (0, 8, 1), details["reasons"]
+    assert [row[1] for row in details["tables"][0]["rows"]] == ["1 of 1", "1 of 1"]
 
 
 @pytest.mark.parametrize("name", sorted(templates()))
