@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -29,16 +30,17 @@ def vllm_cpu() -> None:
         pytest.skip(f"vLLM for CPUs is not to be had here: {reason}")
 
 
-@pytest.fixture(scope="session")
-def ray_installed() -> None:
-    """Ray for this process and for the workers it starts; the test is skipped with the reason where it cannot be had."""
+@pytest.fixture(scope="module")
+def ray_installed() -> Iterator[None]:
+    """Ray for this process and for the workers it starts, stopped at the end; the test is skipped with the reason where it cannot be had."""
     from tests.serving.vllm_environment import Unavailable, ray_ready
 
-    if importlib.util.find_spec("ray") is not None:
-        return
-    try:
-        folder = str(ray_ready())
-    except Unavailable as reason:
-        pytest.skip(f"Ray is not to be had here: {reason}")
-    sys.path.append(folder)
-    os.environ["PYTHONPATH"] = os.pathsep.join(word for word in (os.environ.get("PYTHONPATH", ""), folder) if word)
+    if importlib.util.find_spec("ray") is None:
+        try:
+            folder = str(ray_ready())
+        except Unavailable as reason:
+            pytest.skip(f"Ray is not to be had here: {reason}")
+        sys.path.append(folder)
+        os.environ["PYTHONPATH"] = os.pathsep.join(word for word in (os.environ.get("PYTHONPATH", ""), folder) if word)
+    yield
+    importlib.import_module("ray").shutdown()  # its daemons would share the two cores with the tests that follow
