@@ -32,7 +32,7 @@ def vllm_cpu() -> None:
 
 @pytest.fixture(scope="module")
 def ray_installed() -> Iterator[None]:
-    """Ray for this process and for the workers it starts, stopped at the end; the test is skipped with the reason where it cannot be had."""
+    """Ray for this process and the workers it starts, stopped at the end; the test is skipped with the reason where it cannot be had."""
     from tests.serving.vllm_environment import Unavailable, ray_ready
 
     if importlib.util.find_spec("ray") is None:
