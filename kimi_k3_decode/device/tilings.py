@@ -14,6 +14,7 @@ MIN_BLOCKS = 100
 MAX_SLICE = 3584  # k of one block, for few tokens
 MIN_WARP_SLICE = 192  # k of one warp, below which more rows are better than more slices
 MIN_DEPTH = 3
+LONG_K = 3584
 
 
 def row_tile(rows: int) -> int:
@@ -37,21 +38,28 @@ def choose(*, k: int, out_rows: int, rows: int, m_tiles: int = 1) -> Tiling:
         if fits and (blocks >= MIN_BLOCKS or k // splits < 512):
             break
         splits *= 2
-    for warps_m, warps_k in _warps(tile, k // splits, splits):
+    for warps_m, warps_k in _warps(tile, k // splits, splits, out_rows):
         shape = {"row_tile": tile, "x_rows": x_rows, "k": k, "splits": splits, "warps_m": warps_m, "warps_k": warps_k, "m_tiles": m_tiles}
         longest = min(MAX_DEPTH, max(MIN_DEPTH, 2 * (k // splits // warps_k // STEP_K)))
-        # As many blocks a multiprocessor as leave each a ring of GOOD_DEPTH: they hide each other's sums.
+        # As many blocks a multiprocessor as leave each a ring of GOOD_DEPTH: they hide each other's sums. A long product of few rows has
+        # little to hide and wants bytes on their way; and where three fit, some multiprocessors get three and others one.
+        most = 2 if x_rows <= FEW_ROWS and m_tiles == 1 and k >= LONG_K else 4
         for blocks_each, least in ((4, GOOD_DEPTH), (3, GOOD_DEPTH), (2, GOOD_DEPTH), (1, MIN_DEPTH)):
+            if blocks_each > most:
+                continue
             depth = _deepest(SHARED_LIMIT_BYTES // blocks_each - 1024 * (blocks_each > 1), longest, shape)
             if depth >= min(least, longest):
                 return Tiling(depth=depth, **shape)
     raise ValueError(f"tiling: got k {k}, rows {rows}, needs a schedule that fits shared memory; raise MAX_SPLITS")
 
 
-def _warps(tile: int, k_slice: int, splits: int) -> list[tuple[int, int]]:
-    """(warps over rows, warps over k) in order of preference: long slices of k first for few tokens, many rows for many tokens."""
+def _warps(tile: int, k_slice: int, splits: int, out_rows: int) -> list[tuple[int, int]]:
+    """(warps over rows, warps over k) in order of preference: long slices of k first for few tokens, many rows for many tokens where these
+    leave no multiprocessor without a block."""
     if tile > 16:
-        pairs = [(8, 1), (4, 2), (4, 1)] if splits > 1 else [(4, 2), (8, 1), (4, 1)]
+        pairs = [(8, 1), (4, 2), (2, 4), (4, 1)] if splits > 1 else [(4, 2), (8, 1), (4, 1)]
+        if splits > 1:
+            pairs.sort(key=lambda pair: -min(MIN_BLOCKS, -(-out_rows // (16 * pair[0])) * splits))
     else:
         pairs = [(1, 8), (2, 4), (4, 2), (8, 1)]
         pairs.sort(key=lambda pair: k_slice // pair[1] < MIN_WARP_SLICE)

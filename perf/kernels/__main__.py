@@ -1,13 +1,13 @@
 """`python -m perf.kernels OUT PART...`: GPU records as JSON lines in OUT, one file a part; `matrix`, `proof`, `long` and `all` run several.
 
 check: every launch against its oracle. edges: ties, padding, null slots, long contexts, FP8. nano: the whole nano model in every way of
-launching, thousands of replays, sleeping kernels. answers: nano's replies beside stock's. layer: one rank's layers beside stock. launches:
-each launch beside the copy rate. step: a whole step of one rank. two: two GPUs. sanitize: small cases under compute-sanitizer. ops:
-products and tilings, for tuning.
+launching, thousands of replays, sleeping kernels. answers: nano's replies beside stock's. layer: one rank's layers beside stock.
+placement: a single-row layer in a process of its own, to be run several times. launches: each launch beside the copy rate. step: a whole
+step of one rank. two: two GPUs. sanitize: small cases under compute-sanitizer. ops: products and tilings, for tuning.
 
-matrix: layer, launches and step, which is the perf matrix of one rank. proof: every launch, edges, nano in every way of launching and with
-sleeping kernels. long: replies, sanitizers, replays. all: all three, which is everything that one GPU can show. A group compiles side by
-side and times alone: a part that times waits until nothing else uses the GPU.
+matrix: layer, placement, launches and step: the perf matrix of one rank. proof: every launch, edges, nano in every way of launching
+and with sleeping kernels. long: replies, sanitizers, replays. all: all three, which is everything that one GPU can show. A group compiles
+side by side and times alone: a part that times waits until nothing else uses the GPU.
 """
 
 from __future__ import annotations
@@ -42,12 +42,16 @@ SHAPES = (*((rows, 1) for rows in (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)), *((rows
 VERIFY_OPS = ("kda", "mla_query", "mla_decode")  # the launches that know how many tokens a request has
 FILES = {
     "check": "kernel_checks", "edges": "kernel_edges", "nano": "kernel_nano", "answers": "kernel_answers", "layer": "kernel_layers",
-    "profile": "kernel_profile", "launches": "kernel_launches", "step": "kernel_steps", "two": "kernel_two_gpus",
+    "profile": "kernel_profile", "placement": "kernel_placements", "launches": "kernel_launches", "step": "kernel_steps",
+    "two": "kernel_two_gpus",
     "sanitize": "kernel_sanitizer", "ops": "kernel_ops",
 }  # fmt: skip
 EDGE_WORKERS = 4
 LARGE_BYTES, LARGE_AT_ONCE = 256 << 20, 3
-MATRIX = ("layer --tp 8", "layer --tp 16", "launches", "step")
+PLACEMENTS = 4  # processes that time the same single-row layer, each with its own placement in memory
+MATRIX = (
+    "layer --tp 8", "layer --tp 16", "launches", "step", *(f"placement --tp {tp} --worker {n}" for tp in (8, 16) for n in range(PLACEMENTS))
+)  # fmt: skip
 NANO_PROOF = [
     f"nano --names {name} --tp {tp} --worker {tp}" for name, tp in (("model", 1), ("model", 2), ("delays", 1), ("delays", 2), ("delays", 4))
 ]
@@ -203,7 +207,7 @@ def join(out: Path, part: str) -> None:
 def side_by_side(out: Path, jobs: Sequence[str]) -> int:
     begin = time.perf_counter()
     bad = wait_for(spawn(out, jobs))
-    for part in ("check", "edges", "nano"):
+    for part in ("check", "edges", "nano", "placement"):
         if any(job.startswith(part) for job in jobs):
             join(out, part)
     print(f"== {len(jobs)} processes: {time.perf_counter() - begin:.1f} s, {bad} with problems", flush=True)
@@ -219,7 +223,7 @@ def part_of(asked: argparse.Namespace, part: str) -> int:
         return check_part(asked)
     if part == "edges":
         return edges_part(asked)
-    if part in ("layer", "launches", "step"):
+    if part in ("layer", "placement", "launches", "step"):
         return timed_part(asked, part)
     if part == "nano":
         from perf.kernels import nano
@@ -246,8 +250,11 @@ def part_of(asked: argparse.Namespace, part: str) -> int:
             return sanitize.run(Records(out, "sanitize"), out)
     from perf.kernels import tilings
 
+    tps, sweep = [int(tp) for tp in asked.tp.split(",")], [op for op in asked.sweep.split(",") if op]
+    rows = sorted({int(pair.split("x")[0]) for pair in asked.shapes.split(",")} & {1, 8, 64})
+    tilings.warm_up(tps, rows, sweep)
     with the_gpu(out, alone=True):
-        tilings.ops(Records(out, "ops"))
+        tilings.ops(Records(out, "ops", asked.suffix), tps, rows, sweep)
     return 0
 
 
@@ -280,12 +287,16 @@ def timed_part(asked: argparse.Namespace, part: str) -> int:
     out, tps = asked.out, tuple(int(tp) for tp in asked.tp.split(","))
     if part == "step":
         warm(K3, [launch for rows, q in step.SHAPES for launch in launch_graph(K3, Shard(config=K3, tp=16), rows, q)])
+    elif part == "placement":
+        warm(K3, [launch for tp in tps for launch in layers_of(K3, tp, speed.LAYERS, 1)])
     else:
         shapes = speed.SHAPES if part == "layer" else [(rows, 1) for rows in speed.PROFILED]
         warm(K3, [launch for tp in tps for rows, q in shapes for launch in layers_of(K3, tp, speed.LAYERS, rows, q)])
     with the_gpu(out, alone=True):
         if part == "step":
             step.steps(Records(out, "step"))
+        elif part == "placement":
+            speed.placement(Records(out, "placement", asked.suffix), tps, asked.worker)
         elif part == "launches":
             speed.launches(Records(out, "launches"), tps=tps)
         else:
@@ -317,10 +328,13 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("out", type=Path)
     parser.add_argument("parts", nargs="+", choices=[*(p for p in FILES if p != "profile"), *GROUPS])
     parser.add_argument("--models", default=",".join(CHECKED), help="check: of " + ", ".join(MODELS))
-    parser.add_argument("--shapes", default=",".join(f"{r}x{q}" for r, q in SHAPES), help="check: rows x tokens a request, with commas")
+    parser.add_argument(
+        "--shapes", default=",".join(f"{r}x{q}" for r, q in SHAPES), help="check, ops: rows x tokens a request, with commas"
+    )
     parser.add_argument("--only", default="", help="check: these launches")
-    parser.add_argument("--tp", default="", help="layer, launches (8,16) and nano (1,2,4): ranks of the group")
+    parser.add_argument("--tp", default="", help="layer, launches, ops (8,16) and nano (1,2,4): ranks of the group")
     parser.add_argument("--names", default="model,replays,delays", help="nano: which of its measures")
+    parser.add_argument("--sweep", default="", help="ops: these products alone, in every tiling in reach of the scheduled one")
     parser.add_argument("--in-process", action="store_true", help="check: here, not in several processes")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--suffix", default="", help=argparse.SUPPRESS)

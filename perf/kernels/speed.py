@@ -239,6 +239,23 @@ def in_order(kernels: Sequence[tuple[str, float]], times: int) -> dict[str, Any]
     return {"launches_in_order": [[name, [us for _, us in place]] for name, place in zip(names, places, strict=True)]}
 
 
+def placement(records: Any, tps: tuple[int, ...], process: int) -> None:
+    """One row of `tps` in this process alone: where its buffers came to lie moves both sides by some per cent, which no interval within one
+    process shows."""
+    kept = ("what", "ops", "floor_us", "over_floor", "conditions", "throttled_attempts_discarded_count", "error")
+    for tp in tps:
+        record, _ = LayerBench(tp, Card(), copy_rate_bytes_per_s()).one(1, 1)
+        numbers = {
+            name: value
+            for name, value in record.items()
+            if name.startswith(("fused", "stock_us", "stock_samples", "speedup", "self_check"))
+        }
+        record = {"case": f"{record['case']}-process{process}", **numbers, **{name: record[name] for name in kept if name in record}}
+        records.add(record)
+        print({name: value for name, value in record.items() if not isinstance(value, list | dict)}, flush=True)
+        torch.cuda.empty_cache()
+
+
 # ---- each launch alone ----
 def launches(records: Any, rows_list: tuple[int, ...] = (1, 8, 64), tps: tuple[int, ...] = (8, 16)) -> None:
     """Every launch of a KDA + MoE layer alone, back to back over rotated weights: achieved bytes a second beside the copy rate."""

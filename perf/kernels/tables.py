@@ -18,7 +18,7 @@ from validation.freshness.published import PUBLISHED, published_runs
 
 README = Path(__file__).with_name("README.md")
 BLOCK = re.compile(r"<!-- (?P<name>[a-z]+) -->\n(?P<table>.*?)<!-- end -->", re.DOTALL)
-CASE = re.compile(r"k3-(?:step-)?tp(?P<tp>\d+)-r(?P<rows>\d+)-(?:q(?P<q>\d+)|(?P<launch>\w+))$")
+CASE = re.compile(r"k3-(?:step-)?tp(?P<tp>\d+)-r(?P<rows>\d+)-(?:q(?P<q>\d+)(?:-process\d+)?|(?P<launch>\w+))$")
 Newest = Mapping[tuple[str, str], Evidence]
 
 
@@ -74,6 +74,21 @@ def steps(records: Newest) -> str:
     return table(head, rows)
 
 
+def placements(records: Newest) -> str:
+    found: dict[str, list[Evidence]] = {}
+    for case, record in cases(records, "published.kernel_placements"):
+        found.setdefault(case["tp"], []).append(record)
+
+    def listed(each: list[Evidence], name: str, digits: int) -> str:
+        return ", ".join(f"{record.details[name]:.{digits}f}" for record in each)
+
+    rows = []
+    for tp, each in found.items():
+        times = f"{listed(each, 'fused_us', 1)} | {listed(each, 'stock_us', 1)} | {listed(each, 'speedup', 2)}"
+        rows.append(f"TP{tp} | {times} | {', '.join(record.id for record in each)}")
+    return table("share | fused | stock | stock / fused | evidence", rows)
+
+
 def launches(records: Newest) -> str:
     """One row a launch of one share: microseconds beside its floor, and achieved bytes a second over the copy rate, by row count."""
     found: dict[tuple[str, str], dict[str, Evidence]] = {}
@@ -93,7 +108,7 @@ def launches(records: Newest) -> str:
     )
 
 
-TABLES: Mapping[str, Callable[[Newest], str]] = {"layers": layers, "steps": steps, "launches": launches}
+TABLES: Mapping[str, Callable[[Newest], str]] = {"layers": layers, "steps": steps, "placements": placements, "launches": launches}
 
 
 def renewed(text: str, records: Newest) -> str:

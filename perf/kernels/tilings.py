@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -10,8 +11,11 @@ from typing import Any
 import torch
 
 from kimi_k3_decode.config import K3, Shard
+from kimi_k3_decode.device import launcher
+from kimi_k3_decode.device.launcher import KernelSpec
 from kimi_k3_decode.device.skinny import Tiling
-from kimi_k3_decode.launches import layer_plan
+from kimi_k3_decode.kernels import kernel_spec
+from kimi_k3_decode.launches import Launch, layer_plan
 from kimi_k3_decode.ops.contract import Contract, Role
 from perf.kernels.check import Run
 from perf.kernels.operands import Maker
@@ -54,17 +58,35 @@ def tilings_around(base: Tiling) -> list[Tiling]:
     return found
 
 
-def ops(records: Any) -> None:
-    """Each product launch of a K3 layer: the scheduled kernel, the library product, and (K3_KERNELS_SWEEP) every tiling in reach."""
+def products(tp: int, rows: int, names: Collection[str] = ()) -> list[Launch]:
+    """The product launches of a K3 layer, or those of them that are named."""
+    plan = layer_plan(K3, Shard(config=K3, tp=tp), 5, rows)
+    return [launch for launch in plan if launch.op in (names or PRODUCTS)]
+
+
+def spec_of(launch: Launch, tiling: Tiling | None = None) -> KernelSpec:
+    return kernel_spec(K3, launch.contract, **({"tiling": tiling} if tiling else {}))
+
+
+def warm_up(tps: Collection[int], rows_list: Collection[int], sweep: Collection[str]) -> None:
+    """Compile everything that `ops` will time, without the GPU."""
+    for tp in tps:
+        for rows in rows_list:
+            for launch in products(tp, rows, sweep):
+                base = spec_of(launch)
+                for spec in (base, *(spec_of(launch, t) for t in tilings_around(base.make().core.t) if launch.op in sweep)):
+                    with suppress(Exception):  # a tiling that does not compile is recorded when its turn comes
+                        launcher.compiled(spec)
+
+
+def ops(records: Any, tps: Collection[int] = (8, 16), rows_list: Collection[int] = (1, 8, 64), sweep: Collection[str] = ()) -> None:
+    """Each product launch of a K3 layer: the scheduled kernel and the library product; of the launches in `sweep`, and of them alone, every
+    tiling in reach."""
     rate = copy_rate_bytes_per_s()
     print(f"copy {rate / 1e12:.3f} TB/s", flush=True)
-    sweep = os.environ.get("K3_KERNELS_SWEEP", "")
-    for tp in (8,) if sweep else (8, 16):
-        for rows in (1, 8, 64):
-            plan = layer_plan(K3, Shard(config=K3, tp=tp), 5, rows)
-            for launch in plan:
-                if launch.op not in PRODUCTS:
-                    continue
+    for tp in tps:
+        for rows in rows_list:
+            for launch in products(tp, rows, sweep):
                 size = _moved_bytes(launch.contract)
                 copies = max(2, -(-COLD_BYTES // size))
                 runs = _rotation(launch.contract, None, copies)
@@ -83,7 +105,7 @@ def ops(records: Any) -> None:
                 records.add(record)
                 print(launch.op, tp, rows, runs[0].spec.variant, {k: v["median_us"] for k, v in record.items() if isinstance(v, dict)},
                       record["floor_us"], flush=True)  # fmt: skip
-                if sweep and f"{tp}" in sweep.split(",") and rows in (1, 64):
+                if launch.op in sweep:
                     _sweep(records, launch, runs, copies, tp, rows)
                 del runs, weights, graphs
                 torch.cuda.empty_cache()
@@ -112,5 +134,5 @@ def _sweep(records: Any, launch: Any, runs: list[Run], copies: int, tp: int, row
             continue
         records.add({"sweep": launch.op, "tp": tp, "rows": rows, "tiling": asdict(tiling), "median_us": t.median_us})
         best.append((t.median_us, tiling))
-    for median, tiling in sorted(best, key=lambda pair: pair[0])[:3]:
+    for median, tiling in sorted(best, key=lambda pair: pair[0])[:4]:
         print("   ", round(median, 2), f"s{tiling.splits} w{tiling.warps_m}x{tiling.warps_k} d{tiling.depth}", flush=True)

@@ -39,6 +39,8 @@ class Kda:
         # Per token, FP32: q, k, v, decay, F_A, output; then beta.
         self.token_floats = 6 * HEAD
         self.shared_bytes = self.f_b_bytes + q * self.token_floats * 4 + q * 4 * 4
+        # At three and four tokens the assembler would rather spill than give up the second block of a multiprocessor.
+        self.options = {"min_blocks_per_mp": 1} if q in (3, 4) else {}
 
     @cute.jit
     def __call__(
@@ -78,7 +80,7 @@ class Kda:
             conv_row,
             conv_part,
             state_slot,
-        ).launch(grid=[self.heads, requests, 1], block=[THREADS, 1, 1], smem=self.shared_bytes, stream=stream, use_pdl=pdl)
+        ).launch(grid=[self.heads, requests, 1], block=[THREADS, 1, 1], smem=self.shared_bytes, stream=stream, use_pdl=pdl, **self.options)
 
     @cute.kernel
     def kernel(

@@ -28,7 +28,7 @@ from kimi_k3_decode.ops.registry import CONTRACTS  # noqa: E402
 from kimi_k3_decode.ops.route import kernel as route  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
-KNOWN_SPILL_BYTES = 32  # the most any kernel of the table keeps on its stack
+KNOWN_SPILL_BYTES = 0  # the most any kernel of the table keeps on its stack
 BUCKETS = (1, 2, 3, 8, 16, 32, 64)
 
 
