@@ -4,7 +4,7 @@ A variant on one architecture is NAME.cubin, NAME.ptx and NAME.json (what was co
 variant, the architecture, the compiler and the sources that the operation imports: an edit of one operation compiles that operation again
 and nothing else, and what another machine made from the same sources can be copied into the folder.
 
-`produce` shares the work among processes; each runs `python -m kimi_k3_decode.build REQUEST` and prints one JSON object as its last line.
+`produce` shares the work among processes; each runs this module with one REQUEST and prints one JSON object as its last line.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ PACKAGE = Path(__file__).resolve().parent
 CACHE = PACKAGE.parent / ".cache" / "kernels"
 SUFFIXES = (".cubin", ".ptx", ".json")
 COMPILE_SECONDS = 1800
+# `python -m MODULE REQUEST` with the package's folder first on the path: a worker runs in a folder of its own.
+WORKER = "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 
 
 class BuildError(RuntimeError):
@@ -255,9 +257,8 @@ def _compile(variants: str, scope: str, archs: Sequence[str], folders: Sequence[
                 "archs": list(archs),
                 "folders": [str(folder.resolve()) for folder in folders],
             }
-            path = os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH"))))
-            environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-            command = [sys.executable, "-m", f"{PACKAGE.name}.build", json.dumps(request)]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, "-c", WORKER, str(PACKAGE.parent), f"{PACKAGE.name}.build", json.dumps(request)]
             pipe = subprocess.PIPE
             running.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=scratch, env=environment))
         try:
