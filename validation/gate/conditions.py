@@ -15,9 +15,13 @@ A condition is pass, fail or not_proven. Nothing measured is never a pass.
 from __future__ import annotations
 
 import importlib.util
+import io
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -182,7 +186,8 @@ def ordering(gate: Gate) -> Result:
     stored = newest_with("ordering", gate.runs)
     if stored is None:
         return _nothing("ordering", gate, "make validate LANES=ordering")
-    known = {key for folder in _at_base(gate) for key in _audit_findings(folder)}
+    with _at_base(gate) as base:
+        known = {key for folder in base for key in _audit_findings(folder)}
     new = {key: text for key, text in _audit_findings(stored.folder).items() if key not in known}
     judged = _lane_findings(gate, stored, "ordering")
     broken = [
@@ -214,12 +219,16 @@ def _audit_findings(folder: Path) -> dict[tuple[str, ...], str]:
     return found
 
 
-def _at_base(gate: Gate) -> list[Path]:
-    """Published runs that the base has already. A path the base does not have is new with this change."""
-    command = ["git", "-C", str(gate.repository), "ls-tree", "-r", "--name-only", gate.base, "--", "reports/published"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    names = {Path(line).parent.name for line in done.stdout.splitlines() if line.endswith("/run.json")} if done.returncode == 0 else set()
-    return [folder for folder in published.published_runs(gate.published) if folder.name in names]
+@contextmanager
+def _at_base(gate: Gate) -> Iterator[list[Path]]:
+    """The published runs as the base has them: a change that drops one is judged by it all the same."""
+    command = ["git", "-C", str(gate.repository), "archive", "--format=tar", gate.base, "reports/published"]
+    with tempfile.TemporaryDirectory(prefix="gate-base-") as folder:
+        done = subprocess.run(command, capture_output=True, timeout=60, check=False)
+        if done.returncode == 0:
+            with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+                archive.extractall(folder, filter="data")
+        yield published.published_runs(Path(folder))
 
 
 def mutants(gate: Gate) -> Result:
@@ -264,13 +273,19 @@ def _required_mutants(policy: Policy) -> tuple[str, ...]:
 
 
 def perf(gate: Gate) -> Result:
-    """`python -m perf compare BASE CANDIDATE` on the newest perf records against those published at the base."""
-    base = [folder for folder in _at_base(gate) if _has_lane(folder, "perf")]
+    """`python -m perf compare BASE CANDIDATE` on the newest perf records against those published at the base.
+
+    What the change itself publishes comes first: a run on this machine may be one without a GPU, which has no cell of the base.
+    """
+    with _at_base(gate) as runs:
+        return _perf_against([folder for folder in runs if _has_lane(folder, "perf")], {folder.name for folder in runs}, gate)
+
+
+def _perf_against(base: list[Path], known: set[str], gate: Gate) -> Result:
+    """`known`: names of all runs that the base publishes."""
+    fresh = [f for f in published.published_runs(gate.published) if f.name not in known and _has_lane(f, "perf")]
     stored = newest_with("perf", gate.runs)
-    new = stored.folder if stored is not None else None
-    if new is None:
-        fresh = [f for f in published.published_runs(gate.published) if f not in _at_base(gate) and _has_lane(f, "perf")]
-        new = fresh[-1] if fresh else None
+    new = fresh[-1] if fresh else stored.folder if stored is not None else None
     remedy = "make perf on the hardware of the published evidence"
     if not base or new is None:
         what = "no perf evidence is published at the base" if not base else "no perf run of this code"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.validation.scope.test_cli import POLICY, make_repository
@@ -247,3 +249,34 @@ def test_a_misspelt_name_is_an_error_and_no_missing_proof(command, word):
     assert done.returncode == 3, done.stdout
     assert word in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def layers(folder: Path, number: int, factor: float) -> Path:
+    """A published run with one layer's times."""
+    rng = np.random.default_rng(number)
+    samples = tuple(90 * factor * rng.lognormal(0, 0.01, 60))
+    time = Measurement(name="fused_us", value=float(np.median(samples)), unit="us", samples=samples)
+    one = Evidence(
+        id="", run="", check="published.kernel_layers", case=Case(subject="k3-tp8-r1-q1"), outcome=Outcome.MEASURED, measurements=(time,)
+    )
+    return make_run(folder, [one], number=number)
+
+
+@pytest.mark.parametrize(("factor", "status"), [(1.0, Status.PASS), (0.9, Status.PASS), (1.05, Status.FAIL)])
+@pytest.mark.parametrize("drops_the_old", [True, False])
+def test_published_times_are_compared_with_those_that_the_base_published(repository, factor, status, drops_the_old):
+    git(repository, "checkout", "-q", "main")
+    old = layers(repository / "reports" / "published", 1, 1.0)
+    git(repository, "add", "--all", "--force")
+    git(repository, "commit", "-qm", "published")
+    new = layers(repository.parent / "published", 2, factor)
+    if drops_the_old:
+        shutil.rmtree(old)
+    else:
+        shutil.copytree(old, repository.parent / "published" / old.name)
+    # A run of this machine without a cell of the base does not stand in the way of what the change publishes.
+    make_run(repository.parent / "runs", [record("perf.engine")], number=3, lanes=("perf",))
+    result = judged(repository)["perf"]
+    assert result.status is status, result.reasons
+    assert result.summary == f"{new.name} against {old.name}"
+    assert (status is Status.FAIL) == any("k3-tp8-r1-q1" in reason for reason in result.reasons)
