@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 
 from evals.serving.config_tables import Complain
 from evals.serving.names import NANO_SUITES, REAL_SUITES
-from perf.servers import parse_cell
 from validation.core.settings import PROJECT_ROOT
 from validation.core.types import HarnessError
 from validation.policy import load_policy
@@ -179,6 +178,8 @@ def _check_perf(perf: dict[str, Any], complain: Complain) -> None:
         if perf.get(result) and not perf.get(cell):
             complain(("perf", result), f"got no {cell}, needs one: the file does not say what was measured")
         if perf.get(cell):
+            from perf.servers import parse_cell  # brings torch, which a file without cells does not need
+
             try:
                 parse_cell(perf[cell])
             except HarnessError as error:

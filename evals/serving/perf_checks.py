@@ -11,13 +11,13 @@ from typing import Any
 
 from evals.serving.broker import config_of
 from evals.serving.config import EvalsConfig
+from evals.serving.config_rules import LEAST_WAVES
 from validation.core.settings import Settings
 from validation.core.types import Case, Check, Limit, Measurement
 from validation.policy import load_policy
 
 CLAIM = "C-SERVE-3"
 ROLES = ("candidate", "stock")
-LEAST_WAVES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class RequestTimesCheck:
             Limit(measurement="slowdown_low", op="<=", bound=allowed, unit="share", why=low),
             Limit(measurement="slowdown_high", op="<=", bound=allowed, unit="share", why=high),
             Limit(measurement="lost_requests", op="==", bound=0, unit="count", why="every request is answered, with the tokens asked for"),
-            Limit(measurement="waves", op=">=", bound=LEAST_WAVES, unit="count", why="a load of nothing measures nothing"),
+            Limit(measurement="waves", op=">=", bound=LEAST_WAVES, unit="count", why="fewer with answers give no interval"),
         )
 
     def measure(self, case: Case, targets: Mapping[str, Any]) -> tuple[tuple[Measurement, ...], Mapping[str, Any]]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from evals.serving.config import ServingConfig, Side
+from evals.serving.config_rules import LEAST_WAVES
 from evals.serving.pace import pace, slowdown
 from evals.serving.perf_checks import RequestTimesCheck, checks
 from tests.serving.test_lane import claims_of, config_text, run, values
 from validation.core import jsonio
-from validation.core.settings import Settings
+from validation.core.settings import PROJECT_ROOT, Settings
 
 ALLOWED = 0.03
 PASSES = 3  # stock, candidate, stock again
@@ -134,3 +137,19 @@ def test_each_replica_of_the_candidate_is_a_case_of_its_own():
         {"concurrency": 1}, {"concurrency": 1, "replica": 2}, {"concurrency": 64}, {"concurrency": 64, "replica": 2}
     ]  # fmt: skip
     assert all(check.limits(case) for check in checks() for case in check.cases())
+
+
+def test_fewer_waves_with_answers_than_a_file_must_ask_for_prove_nothing():
+    """Stock's lost requests leave waves out and break no limit of their own."""
+    check = RequestTimesCheck()
+    (limit,) = [one for one in check.limits(next(iter(check.cases()))) if one.measurement == "waves"]
+    assert limit.holds(LEAST_WAVES)
+    assert not limit.holds(LEAST_WAVES - 1)
+
+
+def test_checks_of_the_serving_profile_are_light_to_import():
+    """Every command lists them."""
+    modules = ("checks", "numerics_checks", "perf_checks")
+    program = f"import sys; {'; '.join(f'import evals.serving.{name}' for name in modules)}; print({{'torch', 'scipy'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=PROJECT_ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
