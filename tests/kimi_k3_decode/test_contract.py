@@ -17,7 +17,6 @@ EXTRA = {
     "o_proj": {"attention": "mla"},
     "sample": {"top_k": 4},
 }
-SHARDS = [(K3, 8), (K3, 16), (NANO, 1), (NANO, 2)]
 
 
 def make(op: str, config: ModelConfig, tp: int, rows: int = 8) -> Contract:

@@ -25,7 +25,6 @@ from validation.core.settings import PROJECT_ROOT
 from validation.targets.engine import find_candidate, read_checkpoint
 
 CHECKPOINT = PROJECT_ROOT / "kimi_k3_decode" / "checkpoints" / "nano"
-START_S = 120
 
 
 @dataclass

@@ -20,7 +20,7 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -286,11 +286,3 @@ def find_record(roots: Iterable[Path], identity: str) -> tuple[Path, Evidence]:
         where = ", ".join(str(folder) for folder, _ in found) or "no run folder"
         raise HarnessError(f"evidence: got {identity}, found in {where}, needs exactly one record; `list` shows what there is")
     return found[0]
-
-
-def summarize(records: Iterable[Evidence]) -> Mapping[str, int]:
-    """Number of records by outcome."""
-    counts: dict[str, int] = {}
-    for record in records:
-        counts[record.outcome.value] = counts.get(record.outcome.value, 0) + 1
-    return counts

@@ -105,12 +105,3 @@ def join(parts: Sequence[Compared]) -> Compared:
         stock=concatenate([part.stock for part in parts]),
         candidate_non_finite_cache=sum(part.candidate_non_finite_cache for part in parts),
     )
-
-
-def split_steps(tokens: Sequence[int], pattern: Sequence[int]) -> list[torch.Tensor]:
-    """One request's tokens cut into steps [1, q] of the given sizes."""
-    steps, begin = [], 0
-    for q in pattern:
-        steps.append(torch.tensor([list(tokens[begin : begin + q])], dtype=torch.int64))
-        begin += q
-    return steps

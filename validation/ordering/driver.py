@@ -37,7 +37,6 @@ from validation.ordering.own_kernels import OwnBuild, OwnKernel, build_own
 from validation.ordering.units import Unit, audit_units, units_of
 
 RECORD = Path(__file__).parent / "recorded.json"
-GRAPH_SUFFIXES = (".toml", ".json")
 
 
 @dataclass(frozen=True, kw_only=True)
