@@ -31,7 +31,7 @@ MLA_LAYER = 3
 CONTEXT_TOKENS = 1024  # cached tokens of each request where a launch reads them
 SHAPES = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (32, 1), (64, 1), (8, 8), (16, 8), (32, 8), (64, 8))  # (rows, tokens a request)
 PROFILED = (1, 8, 64)
-LAYER_REPLAYS, LAUNCH_REPLAYS = 160, 96  # with fewer a slow-down of 5 % stays undecided in one comparison of ten
+LAYER_REPLAYS, LAUNCH_REPLAYS = 160, 96  # many, so that a slow-down little beyond the policy's margin is decided
 COLD_BYTES = 320 << 20  # rotate until this much weight has passed between two uses of the same bytes
 WHAT = (
     "one rank's KDA + MoE layer (mean of layers 4 and 5), microseconds a layer, one CUDA graph, replays interleaved ABBA, weights of both "
@@ -240,8 +240,8 @@ def in_order(kernels: Sequence[tuple[str, float]], times: int) -> dict[str, Any]
 
 
 def placement(records: Any, tps: tuple[int, ...], process: int) -> None:
-    """One row of `tps` in this process alone: where its buffers came to lie moves both sides by some per cent, which no interval within one
-    process shows."""
+    """One row of `tps` in this process alone: the same code in another process gives other times for both sides, which no interval within
+    one process shows."""
     kept = ("what", "ops", "floor_us", "over_floor", "conditions", "throttled_attempts_discarded_count", "error")
     for tp in tps:
         record, _ = LayerBench(tp, Card(), copy_rate_bytes_per_s()).one(1, 1)
