@@ -48,7 +48,7 @@ FILES = {
 }  # fmt: skip
 EDGE_WORKERS = 4
 LARGE_BYTES, LARGE_AT_ONCE = 256 << 20, 3
-PLACEMENTS = 4  # processes that time the same single-row layer, each with its own placement in memory
+PLACEMENTS = 4  # processes that time the same single-row layer: an interval within one is not all the spread
 MATRIX = (
     "layer --tp 8", "layer --tp 16", "launches", "step", *(f"placement --tp {tp} --worker {n}" for tp in (8, 16) for n in range(PLACEMENTS))
 )  # fmt: skip
