@@ -30,7 +30,8 @@ from validation.policy import load_policy
 ALPHA = 0.05
 # Profiles are left out: their few passes carry an order of launches, not a time that two runs could be compared by.
 SPEED_CHECKS = re.compile(r"perf\..*|published\.(kernel_layers|kernel_launches|kernel_steps|layer|ops)")
-ABLATION = re.compile(r"without_.*")  # what a measure is worth is no speed of this code
+# What a measure is worth, and what stock takes, is no speed of this code: stock on another level is no slow-down of the candidate.
+NO_CELL = re.compile(r"without_.*|stock(_again)?")
 LEAST_SAMPLES = 3
 NORMAL_IQR = 1.349  # interquartile range of a normal distribution in standard deviations
 MEDIAN_EFFICIENCY = 1.2533  # standard error of a median over that of a mean, for normal samples
@@ -115,7 +116,7 @@ def times_of(records: Iterable[Evidence], gpu: str) -> dict[str, Times]:
         for name, one in values.items():
             stem = name.removesuffix("_us")
             low, high = values.get(f"{stem}_low_us"), values.get(f"{stem}_high_us")
-            if stem.endswith(("_low", "_high")) or stem.split(".")[-1] in ("floor", "low", "high") or ABLATION.fullmatch(stem):
+            if stem.endswith(("_low", "_high")) or stem.split(".")[-1] in ("floor", "low", "high") or NO_CELL.fullmatch(stem):
                 continue
             samples = one.samples or _samples(record.details.get(f"{stem}_samples"))
             if samples:

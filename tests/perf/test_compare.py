@@ -167,6 +167,21 @@ def test_profiles_and_ablations_are_no_cells() -> None:
     assert times_of([profile, ablated], "H200") == {}
 
 
+def test_what_stock_takes_is_no_speed_of_the_candidate() -> None:
+    """Between two runs stock may stand on another level; that fails nobody, and a slower candidate beside it still does."""
+
+    def layer_beside_stock(seed: int, ours: float, stock: float) -> dict[str, Times]:
+        samples = {name: us * np.random.default_rng([seed, n]).lognormal(0, 0.01, 64) for n, (name, us) in
+                   enumerate((("fused", ours), ("stock", stock), ("stock_again", stock)))}  # fmt: skip
+        measured = tuple(Measurement(name=f"{k}_us", value=float(np.median(v)), unit="us", samples=tuple(v)) for k, v in samples.items())
+        return times_of([dataclasses.replace(raw("k3-tp8-r1-q1", seed, check="published.kernel_layers"), measurements=measured)], "H200")
+
+    base = layer_beside_stock(1, 84.0, 142.0)
+    assert [name.split()[-1] for name in base] == ["fused"]
+    assert compare_times(base, layer_beside_stock(2, 84.0, 152.0), 0.03).status is Status.PASS
+    assert compare_times(base, layer_beside_stock(2, 92.0, 152.0), 0.03).status is Status.FAIL
+
+
 @pytest.mark.parametrize("samples", [["1", "2", "3"], [1.0, None, 2.0], [1.0, 2.0], "1.0 2.0", [True] * 5, {"a": 1}])
 def test_what_is_no_list_of_numbers_is_no_sample(samples) -> None:
     record = raw("k3-tp8-r1-kda", 1, launch_samples=samples, launches={"kda": samples})
