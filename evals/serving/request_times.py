@@ -24,6 +24,7 @@ from typing import Any
 from evals.records import digest
 from evals.serving.client import Endpoint
 from evals.serving.config import PerfConfig
+from evals.serving.config_rules import LEAST_WAVES
 from evals.serving.errors import ServingError
 from evals.serving.launch import StartFailed
 from evals.serving.pace import Slowdown, slowdown
@@ -188,6 +189,8 @@ class Timing:
 
 # ---- what is recorded ----
 def _found(load: Load, passes: Mapping[str, Timed], told: Slowdown, limit: float) -> Found:
+    # Where stock lost the answers of whole waves, the rest gives no interval: left out, the claim stays open and blames nobody.
+    enough = told.candidate.waves >= LEAST_WAVES
     lost = {role: sum(len(passes[name].losses) for name, side in PASSES.items() if side == role) for role in ("stock", "candidate")}
     measured = [
         Measurement(name="request_time_ratio", value=told.candidate.ratio, unit="1"),
@@ -196,15 +199,15 @@ def _found(load: Load, passes: Mapping[str, Timed], told: Slowdown, limit: float
         Measurement(name="stock_time_ratio", value=told.stock.ratio, unit="1"),
         Measurement(name="lost_requests", value=float(lost["candidate"]), unit="count"),
         Measurement(name="lost_requests_stock", value=float(lost["stock"]), unit="count"),
-        Measurement(name="waves", value=float(told.candidate.waves), unit="count"),
+        Measurement(name="waves" if enough else "waves_too_few", value=float(told.candidate.waves), unit="count"),
     ]
     for name, timed in passes.items():
         if timed.seconds:
             measured.append(Measurement(name=f"request_time_{name}", value=median(timed.seconds), unit="s", samples=tuple(timed.seconds)))
-    if not math.isnan(told.low):
+    if enough and not math.isnan(told.low):
         measured.append(Measurement(name="slowdown_low", value=told.low, unit="share"))
     # An interval that reaches beyond the limit proves neither: left out, the claim stays open.
-    if told.high <= limit:
+    if enough and told.high <= limit:
         measured.append(Measurement(name="slowdown_high", value=told.high, unit="share"))
     told_of = [_words(load, told, limit), *(f"{name}: {words}" for name, timed in passes.items() for words in timed.losses[:2])]
     table = {**_table(load, passes, told), "note": f"{'; '.join(told_of)}."}
@@ -213,7 +216,10 @@ def _found(load: Load, passes: Mapping[str, Timed], told: Slowdown, limit: float
 
 def _words(load: Load, told: Slowdown, limit: float) -> str:
     found = told.candidate
-    what = "slower than stock" if told.low > limit else "as fast as stock" if told.high <= limit else "open"
+    if found.waves < LEAST_WAVES:
+        what = f"open, for only {found.waves} waves have answers on both sides and {LEAST_WAVES} are needed"
+    else:
+        what = "slower than stock" if told.low > limit else "as fast as stock" if told.high <= limit else "open"
     spread = f"95 % interval {found.low:.3f} to {found.high:.3f}; stock against itself {told.stock.ratio:.3f}; allowed {1 + limit:.2f}"
     who = f"With {load.concurrency} at once, replica {load.replica} of the candidate"
     return f"{who} takes {found.ratio:.3f} times as long as stock for the same requests ({spread}): {what}"

@@ -13,6 +13,7 @@ from evals.serving.config import ServingConfig, Side
 from evals.serving.config_rules import LEAST_WAVES
 from evals.serving.pace import pace, slowdown
 from evals.serving.perf_checks import RequestTimesCheck, checks
+from evals.serving.request_times import Load, Timed, _found
 from tests.serving.test_lane import claims_of, config_text, run, values
 from validation.core import jsonio
 from validation.core.settings import PROJECT_ROOT, Settings
@@ -139,12 +140,24 @@ def test_each_replica_of_the_candidate_is_a_case_of_its_own():
     assert all(check.limits(case) for check in checks() for case in check.cases())
 
 
-def test_fewer_waves_with_answers_than_a_file_must_ask_for_prove_nothing():
-    """Stock's lost requests leave waves out and break no limit of their own."""
-    check = RequestTimesCheck()
-    (limit,) = [one for one in check.limits(next(iter(check.cases()))) if one.measurement == "waves"]
-    assert limit.holds(LEAST_WAVES)
-    assert not limit.holds(LEAST_WAVES - 1)
+@pytest.mark.parametrize(("lost", "proven"), [(0, True), (1, False), (LEAST_WAVES, False)])
+def test_answers_that_stock_lost_leave_the_claim_open_and_blame_nobody(lost, proven):
+    """Fewer waves than a file must ask for give no interval, whichever way they point."""
+    rng = np.random.default_rng(3)
+    for factor in (1.0, 1.5):
+        made = {
+            name: [[scale * float(rng.normal(1, 0.001))] for _ in range(LEAST_WAVES)]
+            for name, scale in (("stock", 1.0), ("candidate", factor), ("again", 1.0))
+        }
+        made["stock"][:lost] = [[math.nan]] * lost
+        losses = {"stock": ("no answer",) * lost}
+        passes = {name: Timed(waves=tuple(map(tuple, given)), losses=losses.get(name, ())) for name, given in made.items()}
+        measurements, _ = _found(Load(concurrency=1), passes, slowdown(*made.values(), in_turn=True), ALLOWED)
+        found = {m.name: m.value for m in measurements}
+        check = RequestTimesCheck()
+        judged = [limit.holds(found[limit.measurement]) for limit in check.limits(next(iter(check.cases()))) if limit.measurement in found]
+        expected = (1, True) if not proven else (4, True) if factor == 1.0 else (3, False)
+        assert (len(judged), all(judged)) == expected
 
 
 def test_checks_of_the_serving_profile_are_light_to_import():

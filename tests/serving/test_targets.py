@@ -226,7 +226,7 @@ def test_passes_over_servers_give_ratios_and_are_kept(served, monkeypatch, tmp_p
 
 def test_request_times_are_kept_and_lost_requests_are_no_times(served, monkeypatch, tmp_path):
     folder, config = served
-    config = dataclasses.replace(config, perf=PerfConfig(waves=3, prompt_tokens=32, new_tokens=4), evals=EvalsConfig(concurrency=(1, 4)))
+    config = dataclasses.replace(config, perf=PerfConfig(waves=8, prompt_tokens=32, new_tokens=4), evals=EvalsConfig(concurrency=(1, 4)))
     case = Case(subject="requests", params={"concurrency": 4})
 
     def measured(changed: ServingConfig) -> tuple[dict[str, float], Mapping[str, Any]]:
@@ -234,8 +234,9 @@ def test_request_times_are_kept_and_lost_requests_are_no_times(served, monkeypat
         return {m.name: m.value for m in measurements}, details
 
     found, details = measured(config)
-    assert (found["waves"], found["lost_requests"], found["lost_requests_stock"]) == (3, 0, 0)
-    assert [row[2] for row in details["tables"][0]["rows"]] == [12, 12, 12]
+    assert (found["waves"], found["lost_requests"], found["lost_requests_stock"]) == (8, 0, 0)
+    assert "slowdown_low" in found
+    assert [row[2] for row in details["tables"][0]["rows"]] == [32, 32, 32]
     kept = {path: path.stat().st_mtime_ns for path in (folder / "numerics" / "times").rglob("*.json")}
     assert len(kept) == 6  # three passes of two loads
     assert measured(config)[0] == found
@@ -244,8 +245,9 @@ def test_request_times_are_kept_and_lost_requests_are_no_times(served, monkeypat
         config, evals=EvalsConfig(concurrency=(4,), request_timeout_s=1e-4), perf=PerfConfig(waves=2, prompt_tokens=32)
     )
     found, details = measured(late)
-    assert (found["waves"], found["lost_requests"], found["lost_requests_stock"]) == (0, 8, 16)
-    assert "slowdown_low" not in found
+    assert (found["waves_too_few"], found["lost_requests"], found["lost_requests_stock"]) == (0, 8, 16)
+    assert not {"waves", "slowdown_low", "slowdown_high"} & found.keys()
+    assert "open, for only 0 waves" in details["reasons"][0]
     assert "no whole answer within" in details["reasons"][1]
     with pytest.raises(Refused, match="needs some to be timed"):
         measured(dataclasses.replace(config, perf=PerfConfig(waves=0)))
