@@ -91,7 +91,8 @@ def test_dense_shared_and_routed_experts_sum_to_the_whole(whole, ranks):
     ids, shares = moe.route(ops, x)
     z = linear(x, ops.latent_down_LD)
     parts = [moe.MoeOperands.prepare(rank.layers[1].mlp, TINY, torch.float64) for rank in ranks]
-    assert torch.equal(torch.cat([linear(x, part.latent_down_LD) for part in parts], dim=1), z)
+    # Not bit for bit: how a library sums a product may depend on its width.
+    assert relative(torch.cat([linear(x, part.latent_down_LD) for part in parts], dim=1), z) < 1e-14
     assert torch.allclose(torch.cat([x @ part.router_ED.T for part in parts], dim=1), x @ ops.router_ED.T, rtol=1e-13)
     summed = sum(moe.experts(part, TINY, z, ids, shares) for part in parts)
     assert relative(summed, moe.experts(ops, TINY, z, ids, shares)) < 1e-12
