@@ -1,7 +1,7 @@
 # Every target installs what it needs on its own; a second call installs nothing. `make` lists the targets.
 #
 #   CANDIDATE=name   specialized (default) | stock | a mutant's id | module:factory
-#   PROFILE=name     embedded (default) | gpu | serving
+#   PROFILE=name     embedded | gpu | serving; default: gpu where a Hopper or Blackwell GPU can run the kernels, else embedded
 #   CONFIG=file      settings, e.g. the two servers of the serving profile (`fasttrack init` writes one); default: validate.toml if it exists
 #   QUIET=1          only problems and the result, for CI
 #   FRESH=1          do not continue an interrupted run

@@ -51,9 +51,9 @@ RunArgument = Annotated[Path | None, typer.Argument(help="Run folder or id; defa
 RunsDir = Annotated[str | None, typer.Option(help="Where run folders are kept.")]
 
 
-def _settings(config: Path | None, **overrides: Any) -> Settings:
+def _settings(config: Path | None, profile_here: Callable[[], str] | None = None, **overrides: Any) -> Settings:
     default = PROJECT_ROOT / "validate.toml"
-    return load_settings(config or (default if default.exists() else None), overrides)
+    return load_settings(config or (default if default.exists() else None), overrides, profile_here)
 
 
 def _finish(code: int, **fields: Any) -> None:
@@ -66,7 +66,7 @@ def _finish(code: int, **fields: Any) -> None:
 def run(
     config: Config = None,
     candidate: Annotated[str | None, typer.Option(help="specialized | stock | a mutant's id | module:factory")] = None,
-    profile: Annotated[str | None, typer.Option(help="embedded | gpu | serving")] = None,
+    profile: Annotated[str | None, typer.Option(help="embedded | gpu | serving; default: gpu where the kernels can run.")] = None,
     lanes: Annotated[str | None, typer.Option(help="Comma-separated, e.g. numerics,evals.")] = None,
     checkpoint: Annotated[str | None, typer.Option(help="Checkpoint folder.")] = None,
     seed: Annotated[int | None, typer.Option(help="Changes sampled inputs; stored in the run.")] = None,
@@ -75,10 +75,12 @@ def run(
     quiet: Quiet = False,
 ) -> None:
     """Measure, judge and report (embedded profile: minutes on 2 cores, no GPU)."""
+    from validation.core import kernels_here
     from validation.core.validate import run_validation
 
     chosen = None if lanes is None else tuple(part.strip() for part in lanes.split(",") if part.strip())
-    settings = _settings(config, candidate=candidate, profile=profile, lanes=chosen, checkpoint=checkpoint, seed=seed, runs_dir=runs_dir)
+    named = {"candidate": candidate, "profile": profile, "lanes": chosen, "checkpoint": checkpoint, "seed": seed, "runs_dir": runs_dir}
+    settings = _settings(config, kernels_here.profile_here, **named)
     result = run_validation(settings, argv=sys.argv, fresh=not resume, quiet=quiet)
     _show_verdict(result.verdict)
     _finish(EXIT_CODES[result.verdict.status], run=result.verdict.run, verdict=result.verdict.status, report=_shown(result.report))

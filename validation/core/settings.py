@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,11 +102,16 @@ def unknown_keys(table: Mapping[str, Any], lines: KeyLines) -> list[tuple[int, s
     return [(lines.of(key), f"got the unknown key {key!r}, needs one of {sorted(known)}") for key in own if key not in known]
 
 
-def load_settings(path: Path | None, overrides: Mapping[str, Any]) -> Settings:
-    """Read a TOML file (none: the defaults), apply overrides that are not None. Raises HarnessError with every reason."""
+def load_settings(path: Path | None, overrides: Mapping[str, Any], profile_here: Callable[[], str] | None = None) -> Settings:
+    """Read a TOML file (none: the defaults), apply overrides that are not None. Raises HarnessError with every reason.
+
+    profile_here: asked where neither names a profile.
+    """
     document, lines = _read_table(path) if path is not None else ({}, KeyLines(""))
     table, tables = _split(document)
     given = {key: value for key, value in overrides.items() if value is not None}
+    if profile_here is not None and "profile" not in {**table, **given}:
+        table["profile"] = profile_here()
     serving = {}
     if {**table, **given}.get("profile") == "serving" and tables and path is not None:
         serving = {"serving": importlib.import_module(SERVING_CONFIG).resolved(path, given.get("candidate"))}

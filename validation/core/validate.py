@@ -9,13 +9,14 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from validation.core import environment, jsonio, progress, registry
+from validation.core import environment, jsonio, kernels_here, progress, registry
 from validation.core.judge import judge
 from validation.core.registry import PlannedCase
 from validation.core.runner import Runner, ask_fingerprints
@@ -78,6 +79,7 @@ def run_validation(settings: Settings, *, argv: Sequence[str], fresh: bool, quie
         say(f"{lane}: not installed, its claims stay unproven")
     scratch_root = PROJECT_ROOT / ".cache" / "work"
     run = _describe_run(settings, plan, argv, scratch_root, say)
+    say(kernels_here.said(settings.profile, settings.lanes) or "kernels: in the servers")
     runs_dir = settings.path(settings.runs_dir)
     run_dir = None if fresh else _unfinished(runs_dir, environment.identity_digest(run))
     if run_dir is None or not (run_dir / MANIFEST_FILE).exists():
@@ -88,8 +90,10 @@ def run_validation(settings: Settings, *, argv: Sequence[str], fresh: bool, quie
 
 def _describe_run(settings: Settings, plan: Plan, argv: Sequence[str], scratch_root: Path, say: Say) -> Run:
     roles = sorted({role for item in plan.cases for role in item.roles} | _asked_for(settings))
-    fingerprints, isolation = ask_fingerprints(settings, scratch_root / "loading", roles, say)
-    shutil.rmtree(scratch_root / "loading", ignore_errors=True)
+    scratch_root.mkdir(parents=True, exist_ok=True)
+    # A folder of its own: another run of this checkout may be loading at the same time.
+    with tempfile.TemporaryDirectory(prefix="loading-", dir=scratch_root, ignore_cleanup_errors=True) as folder:
+        fingerprints, isolation = ask_fingerprints(settings, Path(folder), roles, say)
     commit, dirty = environment.commit_of()
     run = Run(
         id="",
@@ -105,6 +109,7 @@ def _describe_run(settings: Settings, plan: Plan, argv: Sequence[str], scratch_r
             "code_sha256": environment.code_digest(),
             "fingerprints": fingerprints,
             "isolation": list(isolation),
+            "kernels": kernels_here.said(settings.profile, settings.lanes),
             "absent_lanes": list(plan.absent_lanes),
         },
         hardware=environment.hardware(),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 import time
 
 import pytest
 
+from validation.core import validate
 from validation.core.store import read_evidence
 from validation.core.types import Outcome, Status
 from validation.core.validate import run_validation
@@ -142,3 +144,22 @@ def test_other_settings_do_not_continue_a_run(fake):
     second, _ = measure(fake([OK], seed=1))
     third, _ = measure(fake([{**OK, "at_most": 2.0}]))
     assert len({first.run_dir, second.run_dir, third.run_dir}) == 3
+
+
+def test_two_runs_of_one_checkout_load_beside_each_other(fake, monkeypatch):
+    settings, real, folders = fake([OK]), validate.ask_fingerprints, []
+
+    def slowly(settings, scratch, roles, say):
+        folders.append(scratch)
+        scratch.mkdir(parents=True, exist_ok=True)
+        (scratch / "mine").touch()
+        if len(folders) == 1:  # another run begins and ends meanwhile
+            run_validation(dataclasses.replace(settings, seed=1), argv=("test",), fresh=True, quiet=True)
+        assert (scratch / "mine").exists()
+        return real(settings, scratch, roles, say)
+
+    monkeypatch.setattr(validate, "ask_fingerprints", slowly)
+    result, _ = measure(settings)
+    assert result.verdict.status is Status.PASS
+    assert len(set(folders)) == 2
+    assert not any(folder.exists() for folder in folders)
