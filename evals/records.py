@@ -10,7 +10,6 @@ prompt or generation setting is asked again (lm-eval's own cache keys hold no mo
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -20,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from validation.core.store import lock_alone
 from validation.core.types import HarnessError
 
 SCHEMA = 1
@@ -70,11 +70,7 @@ def _open_alone(path: Path, what: str) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
         raise HarnessError(f"{what}: got {error}, needs a writable {path}; free space or choose another folder") from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(fd)
-        raise HarnessError(f"{what}: got {path} in use, needs one run at a time; wait for the other run to end") from error
+    lock_alone(fd, f"{what}: got {path} in use, needs one run at a time; wait for the other run to end")
     return fd
 
 

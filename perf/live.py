@@ -9,10 +9,11 @@ import importlib.util
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from validation.core.kernels_here import CAPABILITIES
 from validation.core.types import Measurement
 from validation.core.worker import Refused
 
-ARCHITECTURES = ((9, 0), (10, 0), (10, 3))  # compute capabilities the kernels are compiled for
+ARCHITECTURES = tuple(tuple(map(int, capability.split("."))) for capability in CAPABILITIES)  # as torch tells them
 
 
 def reasons_against() -> tuple[str, ...]:

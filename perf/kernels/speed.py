@@ -179,19 +179,11 @@ def layers(records: Any, profiles: Any, tps: tuple[int, ...] = (8, 16), shapes: 
 
 def profiled(loop: LayerLoop, tp: int, rows: int, way: str, passes: int = 3) -> dict[str, Any]:
     """Kernel times of eager passes from the profiler, by kernel; and how many kernels ran beside how many the plan has."""
-    from torch.profiler import ProfilerActivity, profile
-
-    loop.issue()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(passes):
-            loop.issue()
-            torch.cuda.synchronize()
-    events = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    ours = sorted((e for e in events if "kimi_k3_decode" in e.name), key=lambda e: e.time_range.start)
+    events = _events_of(loop.issue, passes)
+    ours = [event for event in events if "kimi_k3_decode" in event[0]]
     table: dict[str, list[float]] = {}
-    for event in ours:
-        table.setdefault(event.name[-90:], []).append(event.device_time)
+    for name, us in ours:
+        table.setdefault(name[-90:], []).append(us)
     return {
         "case": f"k3-tp{tp}-r{rows}-{way}",
         "what": "profiler, eager passes over two layers: microseconds of each kernel (with programmatic launches a time includes its wait)",
@@ -209,14 +201,14 @@ def profiled_stock(stock: list[StockLayer], tp: int, rows: int, passes: int = 3)
         "what": "profiler, eager passes over two stock layers: microseconds of each kernel in order, one sample a layer and pass",
     }
     try:
-        kernels = _kernels_of(partial(_issue, stock), passes)
+        kernels = [event for event in _events_of(partial(_issue, stock), passes) if not event[0].startswith("Mem")]
     except Exception as error:  # the layer's own records stand without this picture
         return record | {"error": f"{type(error).__name__}: {str(error)[:300]}"}
     return record | in_order(kernels, passes * len(stock))
 
 
-def _kernels_of(work: Callable[[], None], passes: int) -> list[tuple[str, float]]:
-    """(name, microseconds) of every kernel of `passes` eager passes, in order."""
+def _events_of(work: Callable[[], None], passes: int) -> list[tuple[str, float]]:
+    """(name, microseconds) of all that the GPU did in `passes` eager passes, in order."""
     from torch.profiler import ProfilerActivity, profile
 
     work()
@@ -225,7 +217,7 @@ def _kernels_of(work: Callable[[], None], passes: int) -> list[tuple[str, float]
         for _ in range(passes):
             work()
             torch.cuda.synchronize()
-    events = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith("Mem")]
+    events = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     return [(e.name, float(e.device_time)) for e in sorted(events, key=lambda e: e.time_range.start)]
 
 

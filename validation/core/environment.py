@@ -76,7 +76,11 @@ def _cpu_model() -> str:
 
 
 def _gpus() -> list[dict[str, str]]:
-    fields = ("name", "driver_version", "clocks.max.sm", "clocks.max.mem", "clocks.sm", "memory.total")
+    return query_gpus("name", "driver_version", "clocks.max.sm", "clocks.max.mem", "clocks.sm", "memory.total")
+
+
+def query_gpus(*fields: str) -> list[dict[str, str]]:
+    """These properties of each GPU, as `nvidia-smi` words them; nothing where it is missing or does not answer."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from validation.core.environment import query_gpus
 
 CAPABILITIES = ("9.0", "10.0", "10.3")  # of the architectures that the kernels are compiled for: sm_90a, sm_100a, sm_103a
 
@@ -22,18 +22,10 @@ class Here:
 @functools.lru_cache(maxsize=1)
 def here() -> Here:
     """Asks the driver, and torch only where there is a card the kernels are made for (a second then)."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
+    cards = [card for card in query_gpus("name", "compute_cap") if len(card) == 2]
+    if not cards:
         return Here(reason="no GPU here")
-    query = [program, "--query-gpu=name,compute_cap", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return Here(reason=f"nvidia-smi does not answer: {error}")
-    cards = [tuple(cell.strip() for cell in line.rsplit(",", 1)) for line in done.stdout.splitlines() if "," in line]
-    if done.returncode or not cards:
-        return Here(reason="no GPU here")
-    name, capability = cards[0]
+    name, capability = cards[0]["name"], cards[0]["compute_cap"]
     if capability not in CAPABILITIES:
         return Here(reason=f"{name} has compute capability {capability}, needs one of {', '.join(CAPABILITIES)}")
     import torch

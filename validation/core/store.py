@@ -127,6 +127,15 @@ def _cannot_write(path: Path, error: OSError) -> HarnessError:
     return HarnessError(f"{path.name}: got {error.strerror or error} while writing {path}, needs a writable disk with space; {remedy}")
 
 
+def lock_alone(fd: int, words: str) -> None:
+    """An advisory lock on `fd` for one writer over all processes. Where another holds it: closes `fd` and raises HarnessError(words)."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise HarnessError(words) from error
+
+
 class EvidenceStore:
     """Append-only writer of one run folder. Use `create` or `resume`; both hold an exclusive lock until `close` or `release`."""
 
@@ -180,11 +189,7 @@ class EvidenceStore:
             fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
         except OSError as error:
             raise _cannot_write(path, error) from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(fd)
-            raise HarnessError(f"run: got {self.run_dir.name}, in use, needs no other process writing it; wait or use --fresh") from error
+        lock_alone(fd, f"run: got {self.run_dir.name}, in use, needs no other process writing it; wait or use --fresh")
         return fd
 
     def _replay(self) -> None:

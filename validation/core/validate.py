@@ -79,7 +79,7 @@ def run_validation(settings: Settings, *, argv: Sequence[str], fresh: bool, quie
         say(f"{lane}: not installed, its claims stay unproven")
     scratch_root = PROJECT_ROOT / ".cache" / "work"
     run = _describe_run(settings, plan, argv, scratch_root, say)
-    say(kernels_here.said(settings.profile, settings.lanes) or "kernels: in the servers")
+    say(run.config["kernels"] or "kernels: in the servers")
     runs_dir = settings.path(settings.runs_dir)
     run_dir = None if fresh else _unfinished(runs_dir, environment.identity_digest(run))
     if run_dir is None or not (run_dir / MANIFEST_FILE).exists():
